@@ -1,0 +1,37 @@
+"""Which base model is this? A hash that does not depend on the dtype or the device that it was loaded with."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["base_fingerprint", "count_parameters"]
+
+_SAMPLES_PER_TENSOR = 64
+
+
+def base_fingerprint(model: nn.Module) -> str:
+    """Returns 16 hexadecimal digits over names, shapes and evenly spaced bfloat16-rounded values of the parameters.
+
+    A model on the meta device has no values; its fingerprint covers names and shapes only.
+    """
+    import torch
+
+    digest = hashlib.sha256()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            digest.update(f"{name}{tuple(parameter.shape)}".encode())
+            if not parameter.is_meta:
+                flat = parameter.detach().reshape(-1)
+                stride = max(1, flat.numel() // _SAMPLES_PER_TENSOR)
+                sample = flat[::stride].to("cpu", torch.bfloat16)
+                digest.update(sample.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Returns the number of scalars of ``model``, a shared tensor counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,196 @@
+"""What a method is: it decides which parameters of a model train, and nothing else.
+
+This module, like every module of a method, is imported by ``finetune ls methods`` and ``finetune validate``, which must
+answer in half a second: torch, transformers and peft are imported inside the functions that need them, and autograd
+functions live in :mod:`finetune.methods.primitives`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from finetune.core.errors import TrainingError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import TrainerCallback
+
+__all__ = ["Kind", "Method", "MethodConfig", "MethodSummary"]
+
+Kind = Literal["adapter", "delta", "subset"]
+"""What is learned: modules added by PEFT, entries or slices of the base's own weights, or whole tensors of them."""
+
+
+class MethodConfig(BaseModel):
+    """Base of the methods' configs: the keys of a recipe's ``method`` section besides ``name``.
+
+    Every field has a default and a description; unknown keys and values of another type are errors.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+@dataclass(frozen=True)
+class MethodSummary:
+    """What a method trains.
+
+    Attributes:
+        name: Registry name.
+        trained: Number of scalars that receive updates.
+        total: Number of scalars of the base model, a shared tensor counted once.
+        trained_bytes: Bytes of the trained parameters as the optimizer holds them.
+        chosen: Human-readable lines: what was chosen and why.
+    """
+
+    name: str
+    trained: int
+    total: int
+    trained_bytes: int
+    chosen: tuple[str, ...] = ()
+
+    @property
+    def share(self) -> float:
+        """Trained over total, in [0, 1]."""
+        return self.trained / self.total
+
+
+class Method(ABC):
+    """A way to fine-tune: :meth:`attach` it to a model, train the model with anything, :meth:`save` what was learned.
+
+    After :meth:`attach`, what trains is the set of parameters with ``requires_grad=True``, and nothing else; any
+    loop and any optimizer trains it. A subclass defines the class attributes, :meth:`_attach` and the state.
+
+    Attributes:
+        name: Registry name, set by ``@register``.
+        family: Folder of :mod:`finetune.methods` that the method lives in, set by ``@register``.
+        paper: Citation with an identifier, or an empty string.
+        kind: What is learned.
+        model: The model after :meth:`attach`.
+    """
+
+    name: ClassVar[str] = ""
+    family: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    kind: ClassVar[Kind]
+    Config: ClassVar[type[MethodConfig]] = MethodConfig
+
+    def __init__(self, config: MethodConfig | None = None) -> None:
+        self.config = config if config is not None else self.Config()
+        self._model: nn.Module | None = None
+        self._base_fingerprint = ""
+        self._total = 0
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that this method is attached to.
+
+        Raises:
+            TrainingError: The method is not attached yet.
+        """
+        if self._model is None:
+            raise TrainingError(f"method {self.name!r} is not attached", fix="model = method.attach(model)")
+        return self._model
+
+    def attach(self, model: nn.Module, *, candidates: Iterable[str] | None = None) -> nn.Module:
+        """Freezes ``model`` but for what this method trains, and returns the model to train.
+
+        Args:
+            model: A plain transformers causal LM; it is changed in place, never its weights' values.
+            candidates: Names of the parameters that the method may choose from; None means all of them.
+
+        Returns:
+            The model to train: ``model`` itself, or the module that wraps it.
+
+        Raises:
+            TargetError: A pattern matched nothing, or something that the method cannot train.
+            TrainingError: Nothing would train, or the method is attached already.
+        """
+        from finetune.core.fingerprint import base_fingerprint, count_parameters
+
+        if self._model is not None:
+            raise TrainingError(f"method {self.name!r} is attached already", fix="build a new one for a new model")
+        allowed = frozenset(name for name, _ in model.named_parameters()) if candidates is None else frozenset(candidates)
+        self._base_fingerprint = base_fingerprint(model)
+        self._total = count_parameters(model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        self._model = self._attach(model, allowed)
+        if not self.trained_parameters():
+            raise TrainingError(f"method {self.name!r} leaves nothing to train in this model", fix="widen its targets")
+        return self._model
+
+    @abstractmethod
+    def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
+        """Sets up a wholly frozen ``model`` so that just what this method trains requires gradients."""
+
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters that train, by their name in :attr:`model`, in order."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns what was learned: O(trained), detached, enough to resume training exactly."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Restores :meth:`state_dict`, including what was chosen; strict.
+
+        Raises:
+            CheckpointError: A tensor is missing, unexpected or of another shape.
+        """
+
+    @abstractmethod
+    def save(self, folder: str | Path) -> None:
+        """Writes what was learned and what is needed to read it into ``folder`` (made if absent), whole or not at all."""
+
+    @abstractmethod
+    def load(self, folder: str | Path) -> None:
+        """Restores what :meth:`save` wrote into the attached model.
+
+        Raises:
+            CheckpointError: ``folder`` holds the state of another method or base, or is damaged.
+        """
+
+    @abstractmethod
+    def merge(self) -> nn.Module:
+        """Detaches the method and returns the plain Hugging Face model, tuned, in the base's dtype."""
+
+    def callbacks(self) -> list[TrainerCallback]:
+        """Returns what stock ``transformers.Trainer`` needs for exact small checkpoints: one callback."""
+        from finetune.methods.callback import MethodCallback
+
+        return [MethodCallback(self)]
+
+    def summary(self) -> MethodSummary:
+        """Returns what trains, in numbers and words."""
+        trained = self.trained_parameters().values()
+        return MethodSummary(
+            name=self.name,
+            trained=sum(p.numel() for p in trained),
+            total=self._total,
+            trained_bytes=sum(p.numel() * p.element_size() for p in trained),
+            chosen=self._chosen(),
+        )
+
+    def _chosen(self) -> tuple[str, ...]:
+        return ()
+
+    def metadata(self) -> dict[str, Any]:
+        """Returns what is stored beside the learned state: method, config, base name and fingerprint."""
+        from finetune import __version__
+
+        return {
+            "method": self.name,
+            "config": self.config.model_dump(mode="json"),
+            "kind": self.kind,
+            "base_model": getattr(getattr(self.model, "config", None), "_name_or_path", ""),
+            "base_fingerprint": self._base_fingerprint,
+            "finetune_version": __version__,
+        }

@@ -1,0 +1,34 @@
+"""Runs something after every optimizer step that moves given parameters, whatever the optimizer and the loop."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["after_optimizer_step"]
+
+
+def after_optimizer_step(parameters: Iterable[nn.Parameter], action: Callable[[], None]) -> RemovableHandle:
+    """Calls the bound method ``action`` after each step of an optimizer that holds any of ``parameters``.
+
+    A hook on the step rather than a look at the tensors' version counters: fused AdamW does not advance those. The hook
+    is on all optimizers because the one that will train does not exist yet; it goes when the method's owner goes.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    weak_action = weakref.WeakMethod(action)
+
+    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        alive = weak_action()
+        if alive is None:
+            handle.remove()
+        elif any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
+            alive()
+
+    handle = register_optimizer_step_post_hook(hook)
+    return handle
