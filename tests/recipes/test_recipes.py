@@ -1,0 +1,60 @@
+"""Shipped recipes are readable, each says what it is, and the files they name are there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from finetune.core.shipped import shipped_names, shipped_path
+from finetune.evaluation.tasks import read_task
+from finetune.methods.registry import discover
+
+RECIPES = shipped_names("recipe")
+
+
+def _read(name: str) -> dict[str, Any]:
+    content = YAML(typ="safe", pure=True).load(shipped_path(f"{name}.yaml").read_text(encoding="utf-8"))
+    assert isinstance(content, dict)
+    return content
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_first_line_says_what_the_recipe_does(name: str) -> None:
+    first = shipped_path(f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
+    assert first.startswith("# ")
+    assert first.endswith(".")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_methods_tasks_and_shipped_files_of_a_recipe_exist(name: str) -> None:
+    recipe = _read(name)
+    method = dict(recipe["method"])
+    assert discover().get(method.pop("name")).Config.model_validate(method)
+    for task in recipe.get("eval", {}).get("tasks", []):
+        read_task(task)
+    if recipe["data"]["train"].startswith("shipped:"):
+        assert shipped_path(recipe["data"]["train"]).is_file()
+
+
+def test_there_is_a_recipe_for_each_method_that_the_quickstart_compares() -> None:
+    methods = {"full", "top_layers", "lora", "dora", "vera", "ia3", "shira", "s2ft"}
+    assert {f"{method}/quickstart" for method in methods} <= set(RECIPES)
+    assert all(_read(f"{method}/quickstart")["method"]["name"] == method for method in methods)
+
+
+def test_recipes_of_the_quickstart_differ_in_method_and_rate_only() -> None:
+    def rest(name: str) -> dict[str, Any]:
+        recipe = _read(name)
+        del recipe["method"], recipe["output_dir"], recipe["train"]["learning_rate"]
+        return recipe
+
+    for name in RECIPES:
+        if name.endswith("/quickstart"):
+            assert rest(name) == rest("lora/quickstart")
+
+
+def test_output_folders_are_distinct() -> None:
+    folders = [_read(name)["output_dir"] for name in RECIPES]
+    assert len(set(folders)) == len(folders)
