@@ -231,3 +231,28 @@ def test_estimate_names_its_largest_part_and_a_remedy() -> None:
     estimate = MemoryEstimate({"weights": 10, "activations": 2_000_000_000})
     assert estimate.largest == "activations 2.00 GB"
     assert "train." in estimate.remedy
+
+
+def test_activations_of_s2ft_are_what_autograd_keeps() -> None:
+    from finetune.methods import discover
+
+    method_class = discover().get("s2ft")
+    model = tiny()
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    method_class(method_class.Config(o_ratio=0.5, down_ratio=0.2)).attach(model)
+    shapes = {n: tuple(parameter.shape) for n, parameter in model.named_parameters() if parameter.requires_grad}
+    ids = torch.randint(0, TINY_VOCABULARY, (2, 32))
+    estimate = estimate_memory(
+        model.config,
+        trained=shapes,
+        frozen_bytes=total,
+        trained_bytes=4 * size(shapes),
+        weight_dtype="float32",
+        micro_batch=2,
+        length=32,
+        method_kind="delta",
+        available=1,
+    )
+    assert estimate.phase == "start of the backward pass"
+    expected = estimate.parts["activations"] + 4 * TINY_VOCABULARY * 64
+    assert bytes_kept(model, ids) == pytest.approx(expected, rel=0.05)
