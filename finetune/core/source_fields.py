@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["REQUIRED", "SourceField", "package_folder", "read_fields"]
+__all__ = ["REQUIRED", "SourceField", "package_folder", "read_enum_values", "read_fields"]
 
 
 class _Required:
@@ -68,6 +68,17 @@ def read_fields(path: Path, class_name: str) -> dict[str, SourceField]:
                 default, text = _default_and_help(node.value)
                 fields[node.target.id] = SourceField(node.target.id, annotation, default, text)
     return fields
+
+
+@functools.cache
+def read_enum_values(path: Path, class_name: str) -> tuple[str, ...]:
+    """Returns the values of the enum ``class_name`` in ``path``, in order.
+
+    Raises:
+        KeyError: The module defines no such class.
+    """
+    members = [node.value for node in _classes(path)[class_name].body if isinstance(node, ast.Assign)]
+    return tuple(str(_literal(value)) for value in members)
 
 
 def _default_and_help(value: ast.expr | None) -> tuple[Any, str]:

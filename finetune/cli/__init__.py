@@ -1,0 +1,1 @@
+"""The command ``finetune``: one file per verb, each of which only parses, calls and prints."""

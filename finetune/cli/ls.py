@@ -1,0 +1,94 @@
+"""``finetune ls``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from finetune.cli.options import AsJson
+from finetune.cli.output import print_json, print_table
+from finetune.core.errors import FinetuneError, list_choices, nearest
+
+EXAMPLES = """
+finetune ls methods
+finetune ls methods s2ft
+"""
+
+Row = dict[str, str]
+
+
+def ls(
+    kind: Annotated[str, typer.Argument(help="recipes, methods, templates or tasks.")] = "recipes",
+    name: Annotated[str | None, typer.Argument(help="A method, whose keys are listed.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Lists what there is."""
+    if kind not in _KINDS:
+        raise FinetuneError(f"there are no {kind!r} to list", want=list_choices(_KINDS), near=nearest(kind, _KINDS))
+    if name is not None and kind != "methods":
+        raise FinetuneError(f"only methods are listed by name, not {kind}", fix=f"finetune ls methods {name}")
+    rows = _KINDS[kind]() if name is None else _method_keys(name)
+    if as_json:
+        print_json(rows)
+    elif rows:
+        print_table([list(row.values()) for row in rows], list(rows[0]))
+
+
+def _recipes() -> list[Row]:
+    from finetune.config.shipped import list_recipes
+
+    return [vars(recipe) for recipe in list_recipes()]
+
+
+def _templates() -> list[Row]:
+    from finetune.config.shipped import list_templates
+
+    return [vars(template) for template in list_templates()]
+
+
+def _tasks() -> list[Row]:
+    from finetune.config.shipped import list_tasks
+
+    return [vars(task) for task in list_tasks()]
+
+
+def _methods() -> list[Row]:
+    from finetune.methods import discover
+
+    methods = [discover().get(name) for name in discover()]
+    return [
+        {
+            "name": method.name,
+            "family": method.family,
+            "description": (method.__doc__ or "").strip().partition("\n")[0],
+            "paper": method.paper,
+        }
+        for method in methods
+    ]
+
+
+def _method_keys(name: str) -> list[Row]:
+    from finetune.config.catalogue import describe_fields
+    from finetune.core.source_fields import REQUIRED
+    from finetune.methods import discover
+
+    keys = describe_fields(discover().get(name).Config, "")
+    return [
+        {
+            "key": key.name,
+            "default": "required" if key.default is REQUIRED else str(key.default),
+            "type": key.type,
+            "meaning": key.help,
+        }
+        for key in keys
+    ]
+
+
+_KINDS: dict[str, Callable[[], list[Row]]] = {
+    "recipes": _recipes,
+    "methods": _methods,
+    "templates": _templates,
+    "tasks": _tasks,
+}

@@ -1,0 +1,147 @@
+"""The command line's entry point: verbs, exit codes, and what is said when something goes wrong."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import typer
+
+from finetune.cli import (
+    cat,
+    chat,
+    cp,
+    data_inspect,
+    env,
+    evaluate,
+    export,
+    ls,
+    merge,
+    train,
+    validate,
+    version,
+)
+from finetune.cli.output import WarningList, print_error
+from finetune.cli.settings import COMMON_OPTIONS, Settings
+from finetune.core.errors import FinetuneError, list_choices, nearest
+
+__all__ = ["main"]
+
+FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+_WRONG_PATHS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+_FREE_FORM = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Of verbs that take overrides: what is no option of theirs is left to finetune.config."""
+
+_VERBS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "train": (train.train, True),
+    "validate": (validate.validate, True),
+    "eval": (evaluate.evaluate, False),
+    "chat": (chat.chat, False),
+    "merge": (merge.merge, False),
+    "export": (export.export, False),
+    "ls": (ls.ls, False),
+    "cp": (cp.cp, False),
+    "cat": (cat.cat, False),
+    "env": (env.env, False),
+    "version": (version.version, False),
+}
+
+
+def _epilog(examples: str) -> str:
+    return "\n\n".join(["Examples:", *examples.strip().splitlines(), COMMON_OPTIONS])
+
+
+def _build() -> typer.Typer:
+    plain: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+    options: dict[str, Any] = {
+        "add_completion": False,
+        "context_settings": plain,
+        "pretty_exceptions_enable": False,
+        "rich_markup_mode": None,
+    }
+    app = typer.Typer(
+        name="finetune",
+        help="Fine-tunes language models with little memory.",
+        epilog=_epilog("finetune train quickstart\nfinetune ls methods"),
+        **options,
+    )
+    data = typer.Typer(name="data", help="Looks into the data that a recipe trains on.", **options)
+    for name, (verb, free_form) in _VERBS.items():
+        _add(app, name, verb, plain | _FREE_FORM if free_form else plain)
+    _add(data, "inspect", data_inspect.inspect, plain | _FREE_FORM)
+    app.add_typer(data)
+    return app
+
+
+def _add(app: typer.Typer, name: str, verb: Callable[..., Any], settings: dict[str, Any]) -> None:
+    examples = sys.modules[verb.__module__].EXAMPLES
+    app.command(name, epilog=_epilog(examples), context_settings=settings)(verb)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code: 0 done, 1 failed, 2 wrong input, 3 refused, 130 interrupted."""
+    settings = Settings.read(sys.argv[1:] if arguments is None else arguments)
+    warning_list = WarningList()
+    warning_list.install()
+    if settings.debug:
+        logging.basicConfig(level=logging.DEBUG)
+    try:
+        code = _run(settings)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever read the output has had enough; nothing may be written to it at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        return _report(error, settings)
+    finally:
+        if settings.rank == 0:
+            warning_list.print_again()
+
+
+def _run(settings: Settings) -> int:
+    arguments = settings.arguments or ["--help"]
+    if arguments[0] == "--version":
+        arguments = ["version"]
+    verbs = [*_VERBS, "data"]
+    if not arguments[0].startswith("-") and arguments[0] not in verbs:
+        raise FinetuneError(
+            f"there is no verb {arguments[0]!r}", want=list_choices(verbs), near=nearest(arguments[0], verbs)
+        )
+    if arguments[0] == "train":
+        arguments = train.with_resume_value(arguments)
+    code = _build()(args=arguments, prog_name="finetune", standalone_mode=False, obj=settings)
+    return code if isinstance(code, int) else 0
+
+
+def _report(error: Exception, settings: Settings) -> int:
+    if settings.debug:
+        traceback.print_exception(error)
+    ours, code = _as_ours(error, settings)
+    print_error(ours, rank=settings.rank)
+    return code
+
+
+def _as_ours(error: Exception, settings: Settings) -> tuple[FinetuneError, int]:
+    """Returns an error in our form, and its exit code."""
+    if isinstance(error, FinetuneError):
+        return error, error.exit_code
+    if isinstance(error, typer.TyperException):
+        verb = " ".join(settings.arguments[: 2 if settings.arguments[:1] == ["data"] else 1])
+        message = error.format_message().rstrip(".")
+        return FinetuneError(message[:1].lower() + message[1:], fix=f"finetune {verb} --help"), WRONG_INPUT
+    if isinstance(error, OSError) and error.strerror:
+        what = error.strerror[0].lower() + error.strerror[1:]
+        wrong_path = isinstance(error, _WRONG_PATHS)
+        return FinetuneError(what, where=str(error.filename or "")), WRONG_INPUT if wrong_path else FAILED
+    fix = "" if settings.debug else "the same command with --debug shows where"
+    what = f"unexpected {type(error).__name__}"
+    return FinetuneError(what, got=" ".join(str(error).split()), fix=fix), FAILED

@@ -1,0 +1,90 @@
+"""The ``method`` section: each method's own config, found through the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from finetune.config.check import Checked, check
+from finetune.config.given import Given
+from finetune.core.errors import Problem, RegistryError
+from finetune.core.registry import canonical_name
+
+__all__ = ["MethodSection", "check_methods", "method_configs"]
+
+
+class MethodSection:
+    """The methods of a recipe, in order.
+
+    Attributes:
+        names: Registry names.
+        configs: Their configs.
+    """
+
+    def __init__(self, names: list[str], configs: list[BaseModel], *, is_list: bool) -> None:
+        self.names = names
+        self.configs = configs
+        self._is_list = is_list
+
+    def as_given(self) -> Any:
+        """Returns the section with the keys that were given, each of its right type."""
+        return self._section(exclude_unset=True)
+
+    def complete(self) -> Any:
+        """Returns the section with all keys."""
+        return self._section(exclude_unset=False)
+
+    def _section(self, *, exclude_unset: bool) -> Any:
+        entries = [
+            {"name": name, **config.model_dump(mode="json", exclude_unset=exclude_unset)}
+            for name, config in zip(self.names, self.configs, strict=True)
+        ]
+        return entries if self._is_list else entries[0]
+
+
+def check_methods(given: Given, known: list[str]) -> tuple[MethodSection | None, list[Problem], list[str]]:
+    """Returns the method section of ``given``, or what is wrong with it, and warnings."""
+    from finetune.methods import discover
+
+    names: list[str] = []
+    checked: list[Checked[Any]] = []
+    problems: list[Problem] = []
+    entries = list(_entries(given.data.get("method")))
+    for prefix, entry in entries:
+        own = dict(entry) if isinstance(entry, dict) else {"name": entry}
+        name = own.pop("name", None)
+        if not isinstance(name, str):
+            problems.append(Problem("the method has no name", given.where(prefix[:-1]), want="`finetune ls methods`"))
+            continue
+        try:
+            config = discover().get(name, where=given.where(f"{prefix}name")).Config
+        except RegistryError as error:
+            problems += error.problems
+            continue
+        names.append(canonical_name(name))
+        checked.append(check(config, own, given, prefix=prefix, known=known))
+    problems += [problem for one in checked for problem in one.problems]
+    if not entries:
+        problems.append(Problem("the list of methods is empty", given.where("method"), want="`finetune ls methods`"))
+    warnings = [warning for one in checked for warning in one.warnings]
+    configs = [one.value for one in checked if one.value is not None]
+    if problems:
+        return None, problems, warnings
+    return MethodSection(names, configs, is_list=isinstance(given.data.get("method"), list)), [], warnings
+
+
+def method_configs(section: Any) -> list[type[BaseModel]]:
+    """Returns the configs of those methods that ``section`` names and that exist."""
+    from finetune.methods import discover
+
+    names = [entry.get("name") if isinstance(entry, dict) else entry for _, entry in _entries(section)]
+    return [discover().get(name).Config for name in names if isinstance(name, str) and name in discover()]
+
+
+def _entries(section: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(section, list):
+        yield from ((f"method.{number}.", entry) for number, entry in enumerate(section))
+    else:
+        yield "method.", section if section is not None else {"name": "lora"}

@@ -1,0 +1,161 @@
+"""What a recipe may say: one frozen model per section, every key with its meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+__all__ = [
+    "DataSection",
+    "EngineSection",
+    "EvalSection",
+    "ModelSection",
+    "Recipe",
+    "Section",
+    "Source",
+]
+
+DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+Tracker = Literal["none", "tensorboard", "wandb", "mlflow", "trackio"]
+
+
+class Section(BaseModel):
+    """Base of the sections: unknown keys and values of another type are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelSection(Section):
+    """The base model."""
+
+    name_or_path: str = Field(min_length=1, description="Hub id, folder, .gguf file, or bundled:smollm2-135m-instruct.")
+    revision: str | None = Field(default=None, description="Branch, tag or commit on the hub; null: the main branch.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Type of the base weights; auto: the fastest that the device computes in."
+    )
+    attn_implementation: str = Field(
+        default="auto", description="Attention as transformers calls it (sdpa, eager, ...); auto: the fastest here."
+    )
+    trust_remote_code: bool = Field(default=False, description="Whether code that comes with the model may run.")
+    tied: Literal["keep", "untie"] = Field(
+        default="keep", description="What to do with input and output embeddings that share their weights."
+    )
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field(default="auto", description="auto: an accelerator if any.")
+
+
+class Source(Section):
+    """One place that rows come from."""
+
+    path: str = Field(min_length=1, description="File, datasets folder, hub name, or shipped:NAME.")
+    split: str | None = Field(default=None, description="Split of a hub name or folder; null: train.")
+    weight: float = Field(
+        default=1.0, gt=0, description="Rows taken of this source, in multiples of its size: 0.5 is half, 2 is twice."
+    )
+    format: DataFormat | None = Field(default=None, description="Form of this source's rows; null: data.format.")
+    subset: str | None = Field(default=None, description="Configuration name of a hub data set.")
+
+
+def _as_sources(value: Any) -> Any:
+    """Accepts a path, one mapping, or a list of both."""
+    if isinstance(value, str | Mapping | Source):
+        value = [value]
+    return (
+        [{"path": entry} if isinstance(entry, str) else entry for entry in value] if isinstance(value, list) else value
+    )
+
+
+def _as_held_out(value: Any) -> Any:
+    """Accepts what :func:`_as_sources` does, or how many of the training rows are held out."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return _as_sources(value)
+    if value <= 0 or (isinstance(value, float) and value >= 1):
+        raise PydanticCustomError("held_out", "a share of the rows in (0, 1), a number of rows from 1, or a path")
+    return value
+
+
+_AnySource = str | Source | list[str | Source]
+
+
+class DataSection(Section):
+    """Where the rows come from and how they become examples."""
+
+    train: Annotated[
+        list[Source],
+        BeforeValidator(_as_sources, json_schema_input_type=_AnySource),
+        Field(min_length=1, description="Path, hub name, {path, split, weight, format, subset}, or a list of those."),
+    ]
+    eval: Annotated[
+        list[Source] | float | int | None,
+        BeforeValidator(_as_held_out, json_schema_input_type=_AnySource | float | int | None),
+        Field(description="Held-out rows: as train, a float in (0, 1) for a share, or an int for a number of rows."),
+    ] = None
+    format: DataFormat = Field(default="auto", description="Form of the rows; auto: found out by the columns.")
+    columns: dict[str, str] = Field(default={}, description="Our column name -> the data's, where they differ.")
+    system: str | None = Field(default=None, description="System message for conversations that have none.")
+    chat_template: str = Field(
+        default="tokenizer",
+        description="tokenizer (the model's own), a name (`finetune ls templates`), or a .jinja path.",
+    )
+    loss_on: Literal["assistant", "completion", "all", "last"] = Field(
+        default="assistant", description="Which tokens are learned: every answer, the completion, all, the last answer."
+    )
+    max_length: int = Field(default=1024, ge=2, description="Longest example, in tokens.")
+    truncation: Literal["drop", "left", "right"] = Field(
+        default="drop", description="What happens to longer examples: dropped, or cut on that side."
+    )
+    packing: bool = Field(default=False, description="Whether several examples share a row; none sees another.")
+    on_error: Literal["fail", "skip"] = Field(default="fail", description="What happens to rows that are unusable.")
+    max_dropped: float = Field(
+        default=0.1, ge=0, le=1, description="Largest share of the examples that may be dropped, in [0, 1]."
+    )
+    group_by_length: bool = Field(default=True, description="Whether batches hold examples of similar length.")
+    cache: bool = Field(default=True, description="Whether prepared data are kept for the next run.")
+
+
+class EngineSection(Section):
+    """Processes and devices."""
+
+    strategy: Literal["auto", "single", "ddp", "fsdp2", "deepspeed"] = Field(
+        default="auto", description="auto: ddp where several processes run, else single."
+    )
+
+
+class EvalSection(Section):
+    """What the model is measured on before and after training."""
+
+    tasks: list[str | dict[str, Any]] = Field(
+        default=[], description="Names of shipped tasks, paths of task files, KIND:DATA, or the content of a task file."
+    )
+    limit: int | None = Field(default=None, ge=1, description="Most rows per task; null: all.")
+    batch_size: int = Field(default=16, ge=1, description="Rows per batch.")
+    max_new_tokens: int = Field(default=64, ge=1, description="Longest generated answer, in tokens.")
+    samples: int = Field(default=4, ge=0, description="Answers that the report shows.")
+    before: bool = Field(default=True, description="Whether the base model is measured too, before training.")
+
+
+def _named(value: Any) -> Any:
+    """Accepts a method's bare name for ``{name: ...}``, alone or in a list."""
+    if isinstance(value, list):
+        return [_named(entry) for entry in value]
+    return {"name": value} if isinstance(value, str) else value
+
+
+class Recipe(Section):
+    """A whole run."""
+
+    model: ModelSection = Field(description="The base model.")
+    method: Annotated[
+        dict[str, Any] | list[dict[str, Any]],
+        BeforeValidator(_named, json_schema_input_type=str | dict[str, Any] | list[str | dict[str, Any]]),
+        Field(description="What trains: {name, and the method's own keys}, or a list of those, in order."),
+    ] = {"name": "lora"}
+    data: DataSection = Field(description="Where the rows come from and how they become examples.")
+    train: dict[str, Any] = Field(default={}, description="transformers.TrainingArguments, field by field.")
+    engine: EngineSection = Field(default=EngineSection(), description="Processes and devices.")
+    eval: EvalSection = Field(default=EvalSection(), description="What the model is measured on.")
+    output_dir: str = Field(min_length=1, description="Folder of the run.")
+    seed: int = Field(default=42, ge=0, description="Seed of everything random.")
+    report_to: Tracker | list[Tracker] = Field(default="none", description="Trackers that get the metrics.")
