@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from finetune.core.errors import CapabilityError, ConfigError
@@ -63,7 +64,7 @@ def load_tokenizer(
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    chat_template: str = "tokenizer",
+    chat_template: str | None = None,
 ) -> PreTrainedTokenizerBase:
     """Returns the tokenizer, padding on the right, with the chat template that is asked for.
 
@@ -73,7 +74,8 @@ def load_tokenizer(
         name_or_path: Hub id, folder, GGUF file or bundled model.
         revision: Commit or branch of a hub model.
         trust_remote_code: Whether code in the model's repository may run.
-        chat_template: ``tokenizer`` for its own, the name of a shipped one, or a path to a Jinja file.
+        chat_template: ``tokenizer`` for its own (which must exist), the name of a shipped one, a path to a Jinja file,
+            or None to leave it as it is.
 
     Raises:
         ConfigError: The tokenizer cannot be loaded.
@@ -83,7 +85,9 @@ def load_tokenizer(
 
     from finetune.data.templates import resolve_template
 
-    source = resolve_source(name_or_path)
+    # A run's final folder holds a tokenizer but no model.
+    has_tokenizer = (Path(name_or_path) / "tokenizer_config.json").is_file()
+    source = name_or_path if has_tokenizer else resolve_source(name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -91,7 +95,8 @@ def load_tokenizer(
     tokenizer.padding_side = "right"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.chat_template = resolve_template(chat_template, tokenizer)
+    if chat_template is not None:
+        tokenizer.chat_template = resolve_template(chat_template, tokenizer)
     return cast("PreTrainedTokenizerBase", tokenizer)
 
 

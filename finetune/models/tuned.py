@@ -60,10 +60,10 @@ def load_tuned(target: str | Path, *, base: str | None = None, **options: Any) -
     folder = state_folder(path) if path.is_dir() else path
     learned = next((name for name in ("delta_config.json", "adapter_config.json") if (folder / name).is_file()), None)
     if learned is None:
-        return load_model(str(target), **options), load_tokenizer(str(target), chat_template="any")
+        return load_model(str(target), **options), load_tokenizer(str(target))
     recorded = json.loads((folder / learned).read_text(encoding="utf-8"))
     base = base or base_of(path) or recorded.get("base_model") or recorded.get("base_model_name_or_path")
     if not base:
         raise CheckpointError("the learned state does not say what its base is", where=str(folder), fix="--base MODEL")
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    return load(base, folder, **options), load_tokenizer(str(folder) if has_tokenizer else base, chat_template="any")
+    return load(base, folder, **options), load_tokenizer(str(folder) if has_tokenizer else base)

@@ -1,0 +1,1 @@
+"""Training with stock ``transformers.Trainer``: checks, checkpoints, exact resume, the run directory."""

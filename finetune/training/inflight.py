@@ -1,0 +1,155 @@
+"""Checks during training: that something trains, that nothing else does, that the run can be interrupted."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from finetune.core.errors import TrainingError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from finetune.methods import Method
+
+__all__ = ["InFlightChecks", "StopOnSignal"]
+
+_FROZEN_SAMPLED = 16
+_VALUES_SAMPLED = 1024
+
+
+class InFlightChecks(TrainerCallback):
+    """Ends a run that trains nothing, or something else than declared, within its first steps.
+
+    After the first backward every trained parameter must have a finite gradient (F1). Some steps later the trained
+    parameters must have moved and a sample of the frozen ones must not have (F2).
+
+    Args:
+        method: The attached method.
+        after: Optimizer steps of this process after which F2 is checked.
+    """
+
+    def __init__(self, method: Method, after: int = 3) -> None:
+        self._method = method
+        self._after = after
+        self._steps = 0
+        self._moved = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Checks what the optimizer holds (P5, P6) and remembers a sample of the trained and of the frozen values."""
+        self._trained = self._method.trained_parameters()
+        _check_optimizer(kwargs["optimizer"], self._trained)
+        learned = {key.rpartition(".")[0] for key in self._method.state_dict()}
+        frozen = {
+            name: p
+            for name, p in self._method.model.named_parameters()
+            if not p.requires_grad and name not in learned and p.numel()
+        }
+        every = max(1, len(frozen) // _FROZEN_SAMPLED)
+        self._frozen = dict(list(frozen.items())[::every])
+        self._trained_before = {name: _sample(p) for name, p in self._trained.items()}
+        self._frozen_before = {name: _sample(p) for name, p in self._frozen.items()}
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Checks the gradients of the first step (F1)."""
+        if self._steps:
+            return
+        without = [name for name, p in self._trained.items() if p.grad is None]
+        if without:
+            raise TrainingError(
+                f"{len(without)} of {len(self._trained)} trained parameters got no gradient",
+                where=", ".join(without[:10]),
+                fix="targets that the forward pass uses",
+            )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Checks what moved (F2)."""
+        self._steps += 1
+        if self._steps != self._after:
+            return
+        if all(torch.equal(_sample(p), self._trained_before[name]) for name, p in self._trained.items()):
+            raise TrainingError(
+                f"training does not change the model: no trained parameter moved in {self._steps} steps",
+                got=f"learning rate {args.learning_rate}",
+                fix="a higher train.learning_rate, or float32 trained parameters",
+            )
+        changed = [name for name, p in self._frozen.items() if not torch.equal(_sample(p), self._frozen_before[name])]
+        if changed:
+            raise TrainingError("frozen weights changed", where=", ".join(changed[:10]))
+        del self._trained_before, self._frozen_before
+
+
+class StopOnSignal(TrainerCallback):
+    """On SIGTERM or Ctrl-C: finish the step, write a checkpoint, stop. A second signal ends the process at once.
+
+    Attributes:
+        received: The signal, or None.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Takes the two signals over."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._receive)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Asks for a checkpoint and the end, on all processes at the same step."""
+        if self._anyone_received(args.device):
+            control.should_save = True
+            control.should_training_stop = True
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Gives the signals back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        for known, handler in self._previous.items():
+            signal.signal(known, handler)
+
+    def _anyone_received(self, device: torch.device) -> bool:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            flag = torch.tensor(float(self.received is not None), device=device)
+            torch.distributed.all_reduce(flag)
+            return bool(flag.item())
+        return self.received is not None
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter]) -> None:
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    names = {id(parameter): name for name, parameter in trained.items()}
+    missing = [name for key, name in names.items() if held.count(key) != 1]
+    strangers = len(set(held) - names.keys())
+    if missing or strangers:
+        raise TrainingError(
+            "the optimizer does not hold just the trained parameters, each once",
+            where=", ".join(missing[:10]),
+            got=f"{len(missing)} not held once, {strangers} that are not declared",
+            fix="attach the method before the optimizer is built",
+        )
+
+
+@torch.no_grad()
+def _sample(parameter: nn.Parameter) -> Tensor:
+    flat = parameter.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _VALUES_SAMPLED)].clone()

@@ -1,0 +1,223 @@
+"""What a recipe comes to: tokenizer, data, model, method and training arguments, all checked before the first step."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+from finetune.core.errors import ConfigError, DataError, FinetuneWarning
+from finetune.data.prepare import PreparedData, prepare_dataset, split_eval
+from finetune.methods import Method, build_method
+from finetune.models import load_config, load_model, load_tokenizer
+from finetune.models.dtype import best_attention, resolve_device
+from finetune.models.load import resolve_dtype
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from finetune.config.schema import Recipe
+
+__all__ = ["Plan", "make_plan"]
+
+_DEFAULTS = {"logging_steps": 10}
+"""Where our default of a training argument differs from transformers': a short run shows its loss."""
+
+
+@dataclass
+class Plan:
+    """Everything that a run needs, and what identifies it.
+
+    Attributes:
+        recipe: The resolved recipe.
+        tokenizer: With the chat template that the run uses.
+        train: Training examples.
+        evaluation: Held-out examples, or None.
+        model: The base model, before the method is attached.
+        method: Not attached yet.
+        arguments: For the trainer.
+    """
+
+    recipe: Recipe
+    tokenizer: PreTrainedTokenizerBase
+    train: PreparedData
+    evaluation: PreparedData | None
+    model: PreTrainedModel
+    method: Method
+    arguments: TrainingArguments
+    attached: nn.Module | None = None
+
+    def attach(self) -> nn.Module:
+        """Attaches the method and returns the model to train."""
+        # The method's random initialisation must not depend on what was drawn before, an evaluation for example.
+        transformers.set_seed(self.recipe.seed)
+        self.attached = self.method.attach(self.model)
+        return self.attached
+
+    @property
+    def rows_per_step(self) -> int:
+        """Examples of one optimizer step over all processes."""
+        arguments = self.arguments
+        return (
+            arguments.per_device_train_batch_size
+            * arguments.gradient_accumulation_steps
+            * max(1, arguments.world_size)
+        )
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        if self.arguments.max_steps > 0:
+            return self.arguments.max_steps
+        return math.ceil(math.ceil(len(self.train.dataset) / self.rows_per_step) * self.arguments.num_train_epochs)
+
+    def identity(self) -> dict[str, Any]:
+        """Returns what must be the same for a checkpoint to be resumed (P17); the method must be attached."""
+        arguments, metadata = self.arguments, self.method.metadata()
+        same = ("learning_rate", "lr_scheduler_type", "warmup_steps", "num_train_epochs", "max_steps", "weight_decay")
+        return {
+            "method": metadata["method"],
+            "method_config": metadata["config"],
+            "base_fingerprint": metadata["base_fingerprint"],
+            "data_fingerprint": self.train.fingerprint,
+            "seed": self.recipe.seed,
+            "world_size": arguments.world_size,
+            "per_device_train_batch_size": arguments.per_device_train_batch_size,
+            "gradient_accumulation_steps": arguments.gradient_accumulation_steps,
+            "optimizer": str(arguments.optim.value if hasattr(arguments.optim, "value") else arguments.optim),
+            "schedule": {name: str(getattr(arguments, name)) for name in same},
+        }
+
+
+def make_plan(recipe: Recipe, *, meta: bool = False, limit: int | None = None) -> Plan:
+    """Loads and checks everything up to the model; the method is built but not attached.
+
+    Args:
+        recipe: The resolved recipe.
+        meta: Builds the model without weights.
+        limit: Prepares at most so many training examples.
+
+    Raises:
+        FinetuneError: Whatever is wrong with the recipe, the data, the model or the method.
+    """
+    transformers.set_seed(recipe.seed)
+    method = build_method(recipe.method)
+    section = recipe.model
+    source = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
+    config = load_config(section.name_or_path, **source)
+    tokenizer = load_tokenizer(section.name_or_path, chat_template=recipe.data.chat_template, **source)
+    arguments = _training_arguments(recipe)
+    text_config = config.get_text_config()
+    train, evaluation = _prepare(recipe, tokenizer, text_config, limit)
+    _check_batches(train, arguments)
+    device = resolve_device(section.device)
+    dtype = resolve_dtype(section.dtype, device)
+    attention = section.attn_implementation
+    if attention == "auto":
+        heads = text_config.num_attention_heads
+        attention = best_attention(
+            device=device,
+            dtype=dtype,
+            batch=arguments.per_device_train_batch_size,
+            heads=heads,
+            head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
+            length=max(1, train.tokens // train.examples),
+        )
+    model = load_model(
+        section.name_or_path,
+        dtype=str(dtype).removeprefix("torch."),
+        attn_implementation=attention,
+        device=section.device,
+        tied=section.tied,
+        meta=meta,
+        **source,
+    )
+    _check_precision(model, arguments)
+    return Plan(recipe, tokenizer, train, evaluation, model, method, arguments)
+
+
+def _prepare(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: Any, limit: int | None
+) -> tuple[PreparedData, PreparedData | None]:
+    data = recipe.data
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and data.max_length > longest:
+        warnings.warn(
+            f"data.max_length {data.max_length} is more than the model's {longest} positions, so {longest} is used",
+            FinetuneWarning,
+            stacklevel=2,
+        )
+    options: dict[str, Any] = {
+        "format": data.format,
+        "columns": data.columns,
+        "system": data.system,
+        "loss_on": data.loss_on,
+        "max_length": min(data.max_length, longest or data.max_length),
+        "truncation": data.truncation,
+        "on_error": data.on_error,
+        "max_dropped": data.max_dropped,
+        "seed": recipe.seed,
+        "vocabulary_size": config.vocab_size,
+        "cache": data.cache,
+    }
+    train = prepare_dataset(data.train, tokenizer, packing=data.packing, limit=limit, **options)
+    if data.eval is None:
+        return train, None
+    if isinstance(data.eval, int | float):
+        return split_eval(train, data.eval, seed=recipe.seed)
+    return train, prepare_dataset(data.eval, tokenizer, packing=False, limit=limit, **options)
+
+
+def _training_arguments(recipe: Recipe) -> TrainingArguments:
+    given = {**_DEFAULTS, **recipe.train}
+    if recipe.data.eval is not None:
+        given.setdefault("eval_strategy", "epoch")
+    on_cpu = resolve_device(recipe.model.device).type == "cpu"
+    given.setdefault("dataloader_pin_memory", not on_cpu)
+    try:
+        return TrainingArguments(
+            **given,
+            output_dir=recipe.output_dir,
+            seed=recipe.seed,
+            report_to=recipe.report_to,
+            use_cpu=on_cpu,
+            # With the filter a NaN step is logged as loss 0.0 and the run goes on.
+            logging_nan_inf_filter=False,
+            remove_unused_columns=False,
+            prediction_loss_only=True,
+            disable_tqdm=True,
+        )
+    except (ValueError, TypeError, ImportError, RuntimeError) as error:
+        raise ConfigError(
+            "transformers refuses the training arguments", where="train", got=" ".join(str(error).split())
+        ) from error
+
+
+def _check_batches(train: PreparedData, arguments: TrainingArguments) -> None:
+    """P12: at least one batch."""
+    rows = arguments.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
+    if arguments.dataloader_drop_last and len(train.dataset) < rows:
+        raise DataError(
+            "there are fewer examples than one batch, and incomplete batches are dropped",
+            where="train.dataloader_drop_last",
+            got=f"{len(train.dataset)} examples, batch of {rows}",
+            fix="train.dataloader_drop_last: false, or a smaller train.per_device_train_batch_size",
+        )
+
+
+def _check_precision(model: PreTrainedModel, arguments: TrainingArguments) -> None:
+    """P14: no float16 weights under a gradient scaler."""
+    import torch
+
+    if arguments.fp16 and model.dtype == torch.float16:
+        raise ConfigError(
+            "train.fp16 scales the gradients of float32 weights, and the model is loaded in float16",
+            where="model.dtype",
+            got="float16",
+            fix="model.dtype: float32 or bfloat16",
+        )

@@ -1,0 +1,300 @@
+"""One run from a recipe to a tuned model: plan, evaluate, train, evaluate, save, report."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+
+from finetune.core.errors import FinetuneError, FinetuneWarning, RefusedError, TrainingError
+from finetune.core.files import replaced_folder, write_json, write_text
+from finetune.data.collate import PackingCollator, PaddingCollator
+from finetune.report.model_card import write_model_card
+from finetune.report.page import write_report
+from finetune.report.plots import write_plots
+from finetune.training.checkpoint import check_identity, list_checkpoints
+from finetune.training.describe import describe_end, describe_plan, describe_record
+from finetune.training.estimate import estimate_plan
+from finetune.training.inflight import InFlightChecks, StopOnSignal
+from finetune.training.loss import LeanLoss
+from finetune.training.memory import peak_device_bytes
+from finetune.training.output_folder import check_disk, check_output, checkpoint_to_resume, clear_output
+from finetune.training.plan import Plan, make_plan
+from finetune.training.progress import Metrics, ProgressDisplay
+from finetune.training.record import RunRecord
+from finetune.training.sampler import EpochSampler
+from finetune.training.trainer import FinetuneTrainer
+
+if TYPE_CHECKING:
+    from finetune.config.load import LoadedRecipe
+
+__all__ = ["RunResult", "train"]
+
+_DRY_RUN_EXAMPLES = 32
+INTERRUPTED = 130
+
+
+@dataclass
+class RunResult:
+    """What came of a run.
+
+    Attributes:
+        folder: The run directory.
+        status: ``planned`` (dry run), ``completed`` or ``interrupted``.
+        exit_code: 0, or 130 after a signal.
+        record: The content of ``run.json``.
+    """
+
+    folder: Path
+    status: str
+    exit_code: int = 0
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+def train(
+    loaded: LoadedRecipe,
+    *,
+    dry_run: bool = False,
+    resume: str | None = None,
+    overwrite: bool = False,
+    force: bool = False,
+    console: Console | None = None,
+) -> RunResult:
+    """Runs a recipe.
+
+    Args:
+        loaded: The recipe, with what was given and where each key comes from.
+        dry_run: Checks and prints the plan: no weight is read, nothing is written.
+        resume: ``last`` or a checkpoint's path.
+        overwrite: Replaces an earlier run in the output directory.
+        force: Starts although the estimate says that memory does not suffice.
+        console: Where progress goes; stderr by default.
+
+    Raises:
+        FinetuneError: What is wrong, before anything of an earlier run is touched; or why training stopped.
+    """
+    console = console or Console(stderr=True)
+    run = Path(loaded.recipe.output_dir)
+    check_output(run, resume=resume is not None, overwrite=overwrite)
+    if dry_run:
+        return _dry_run(loaded, run, console)
+    checkpoint = checkpoint_to_resume(run, resume)
+    plan = make_plan(loaded.recipe)
+    return _Run(loaded, plan, run, console, checkpoint).execute(force=force, fresh=resume is None)
+
+
+def _dry_run(loaded: LoadedRecipe, run: Path, console: Console) -> RunResult:
+    plan = make_plan(loaded.recipe, meta=True, limit=_DRY_RUN_EXAMPLES)
+    plan.attach()
+    console.print(describe_plan(plan, estimate_plan(plan), run), highlight=False, soft_wrap=True, markup=False)
+    return RunResult(run, "planned")
+
+
+class _Run:
+    """The steps of one run, in order; each leaves the run directory readable."""
+
+    def __init__(
+        self, loaded: LoadedRecipe, plan: Plan, run: Path, console: Console, checkpoint: Path | None
+    ) -> None:
+        self.loaded, self.plan, self.run, self.console, self.checkpoint = loaded, plan, run, console, checkpoint
+        self.is_main = plan.arguments.process_index == 0
+
+    def execute(self, *, force: bool, fresh: bool) -> RunResult:
+        before = self._evaluate(self.plan.model) if self._wants_before() else []
+        model = self.plan.attach()
+        estimate = estimate_plan(self.plan)
+        self._preflight(estimate, force=force)
+        if self.is_main:
+            if fresh:
+                clear_output(self.run)
+            self._write_inputs()
+            text = describe_plan(self.plan, estimate, self.run)
+            self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+        self.plan.arguments.distributed_state.wait_for_everyone()  # type: ignore[union-attr]
+        record = RunRecord(self.run, describe_record(self.loaded, self.plan, estimate, before))
+        if self.is_main:
+            record.update()
+        with warnings.catch_warnings(record=False):
+            try:
+                return self._train_and_finish(model, record)
+            except BaseException as error:
+                if self.is_main:
+                    record.end("failed", error=str(error) or type(error).__name__)
+                raise
+
+    def _wants_before(self) -> bool:
+        evaluation = self.loaded.recipe.eval
+        return bool(evaluation.tasks) and evaluation.before and self.checkpoint is None and self.is_main
+
+    def _evaluate(self, model: Any) -> list[dict[str, Any]]:
+        from finetune.evaluation.run import evaluate_tasks
+
+        section = self.loaded.recipe.eval
+        results = evaluate_tasks(
+            model,
+            self.plan.tokenizer,
+            section.tasks,
+            limit=section.limit,
+            batch_size=section.batch_size,
+            max_new_tokens=section.max_new_tokens,
+            console=self.console,
+        )
+        return [result.as_dict() for result in results]
+
+    def _preflight(self, estimate: Any, *, force: bool) -> None:
+        check_disk(
+            self.run,
+            checkpoint_bytes=3 * self.plan.method.summary().trained_bytes,
+            checkpoints=self.plan.arguments.save_total_limit,
+        )
+        if self.checkpoint is not None:
+            check_identity(self.checkpoint, self.plan.identity())
+        share = estimate.peak / max(1, estimate.available)
+        if share > 1 and not force:
+            raise RefusedError(
+                "the run needs more memory than there is",
+                got=f"estimate {estimate.peak / 1e9:.2f} GB, of it {estimate.largest}",
+                want=f"at most {estimate.available / 1e9:.2f} GB",
+                fix="a smaller train.per_device_train_batch_size or data.max_length, or --force",
+            )
+        if share > 0.9:
+            warnings.warn(
+                f"the run is estimated to need {share:.0%} of the memory that is free, so it may be killed",
+                FinetuneWarning,
+                stacklevel=2,
+            )
+
+    def _write_inputs(self) -> None:
+        write_text(self.run / "config.yaml", self.loaded.given)
+        write_text(self.run / "config.resolved.yaml", self.loaded.resolved_yaml())
+        dropped = [json.dumps(vars(row), ensure_ascii=False, default=str) for row in self.plan.train.dropped]
+        if dropped:
+            write_text(self.run / "dropped.jsonl", "\n".join(dropped) + "\n")
+        examples = [self.plan.train.example(i) for i in range(min(8, len(self.plan.train.dataset)))]
+        write_text(self.run / "samples.txt", "\n\n".join(examples) + "\n")
+
+    def _train_and_finish(self, model: Any, record: RunRecord) -> RunResult:
+        started = time.perf_counter()
+        trainer, stop = self._build_trainer(model)
+        lean = LeanLoss(model)
+        try:
+            trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
+        except torch.OutOfMemoryError as error:
+            raise TrainingError(
+                "out of memory while training",
+                got=str(error).splitlines()[0],
+                fix="a smaller train.per_device_train_batch_size with more train.gradient_accumulation_steps, "
+                "train.activation_checkpointing: true, or a smaller data.max_length",
+            ) from error
+        finally:
+            lean.remove()
+        seconds = time.perf_counter() - started
+        if stop.received is not None:
+            return self._interrupted(record, seconds)
+        if not self.is_main:
+            return RunResult(self.run, "completed")
+        final = _final_numbers(trainer)
+        self._save_final(record)
+        after = self._evaluate(self.plan.model if self.plan.method.kind != "adapter" else model)
+        saved = sum(file.stat().st_size for file in (self.run / "final").glob("*.safetensors"))
+        memory = {**record.fields["memory"], "measured_peak_bytes": peak_device_bytes(), "saved_bytes": saved}
+        evaluation = {**record.fields["evaluation"], "after": after}
+        record.end("completed", seconds=seconds, final=final, memory=memory, evaluation=evaluation)
+        self._report(record)
+        return RunResult(self.run, "completed", record=record.fields)
+
+    def _build_trainer(self, model: Any) -> tuple[FinetuneTrainer, StopOnSignal]:
+        plan = self.plan
+        arguments = plan.arguments
+        sampler = EpochSampler(
+            plan.train.dataset["length"],
+            batch_size=arguments.per_device_train_batch_size,
+            seed=plan.recipe.seed,
+            group_by_length=plan.recipe.data.group_by_length,
+        )
+        collator = PackingCollator() if plan.recipe.data.packing else PaddingCollator(plan.tokenizer.pad_token_id)
+        metrics, stop = Metrics(self.run), StopOnSignal()
+        trainer = FinetuneTrainer(
+            method=plan.method,
+            sampler=sampler,
+            identity=plan.identity(),
+            model=model,
+            args=arguments,
+            data_collator=collator,
+            train_dataset=plan.train.dataset,
+            eval_dataset=None if plan.evaluation is None else plan.evaluation.dataset,
+            callbacks=[InFlightChecks(plan.method), metrics, ProgressDisplay(self.console), stop],
+        )
+        for default in ("PrinterCallback", "ProgressCallback"):
+            for callback in [c for c in trainer.callback_handler.callbacks if type(c).__name__ == default]:
+                trainer.remove_callback(callback)
+        metrics.trainer = trainer
+        return trainer, stop
+
+    def _interrupted(self, record: RunRecord, seconds: float) -> RunResult:
+        if self.is_main:
+            record.end("interrupted", seconds=seconds)
+            last = list_checkpoints(self.run)[-1]
+            self.console.print(
+                f"stopped  {last} is complete\nnext     finetune train {self.run / 'config.resolved.yaml'} --resume",
+                highlight=False,
+                soft_wrap=True,
+            )
+        return RunResult(self.run, "interrupted", INTERRUPTED, record.fields)
+
+    def _save_final(self, record: RunRecord) -> None:
+        with replaced_folder(self.run / "final") as beside:
+            self.plan.method.save(beside)
+            self.plan.tokenizer.save_pretrained(beside)
+            write_model_card(beside, record.fields)
+
+    def _report(self, record: RunRecord) -> None:
+        write_model_card(self.run / "final", record.fields)
+        write_plots(self.run)
+        write_report(self.run)
+        write_json(self.run / "summary.json", _summary(record.fields))
+        self.console.print(describe_end(self.run, record.fields), highlight=False, soft_wrap=True, markup=False)
+
+
+def _final_numbers(trainer: FinetuneTrainer) -> dict[str, float | None]:
+    history = trainer.state.log_history
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    evaluations = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    return {
+        "loss": losses[-1] if losses else None,
+        "eval_loss": evaluations[-1] if evaluations else None,
+        "steps": trainer.state.global_step,
+    }
+
+
+def _summary(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns the figures that scripts read: metrics before and after, seconds, bytes."""
+    summary: dict[str, Any] = {}
+    for moment, results in record["evaluation"].items():
+        for result in results:
+            summary[f"{result['metric']}_{moment}"] = result["value"]
+    memory = record["memory"]
+    return {
+        **summary,
+        "train_seconds": record["seconds"],
+        "peak_memory_bytes": memory["measured_peak_bytes"],
+        "saved_bytes": memory["saved_bytes"],
+        "base_bytes": memory["base_bytes"],
+    }
+
+
+def run_recipe(*configs: str, overrides: dict[str, Any] | None = None) -> RunResult:
+    """Loads recipes by path or name and runs them; the function behind ``finetune.train``."""
+    from finetune.config.load import load_recipe
+
+    arguments = [f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()]
+    return train(load_recipe(configs, arguments))
+
+
+_ = FinetuneError
