@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from finetune.config.yaml12 import flow_yaml
 from finetune.core.errors import Problem
 
 __all__ = ["ADVICE", "RENAMED", "answer_alias", "owned_elsewhere"]
@@ -23,6 +24,8 @@ RENAMED: dict[str, str] = {
     "lora_rank": "method.r",
     "lora_target_modules": "method.target_modules",
     "evaluation_strategy": "train.eval_strategy",
+    "lr": "train.learning_rate",
+    "train.batch_size": "train.per_device_train_batch_size",
     "warmup_ratio": "train.warmup_steps",
     "per_gpu_train_batch_size": "train.per_device_train_batch_size",
     # LLaMA-Factory
@@ -122,9 +125,9 @@ def answer_alias(key: str, value: Any, where: str) -> Problem | None:
     """
     for name in (key, key.rpartition(".")[2]):
         if ours := RENAMED.get(name):
-            shown = str(value).lower() if isinstance(value, bool) else value
             note = "   (below 1: a share of the steps)" if name == "warmup_ratio" else ""
-            return Problem(f"{name!r} is called {ours!r} here", where, near=ours, fix=f"{ours}: {shown}{note}")
+            fix = f"{ours}: {flow_yaml(value)}{note}"
+            return Problem(f"{name!r} is called {ours!r} here", where, near=ours, fix=fix)
         if advice := ADVICE.get(name):
             return Problem(f"{name!r} is not a key here", where, fix=advice)
     return None

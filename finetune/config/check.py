@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from finetune.config.aliases import answer_alias
 from finetune.config.given import Given
-from finetune.config.yaml12 import resolve_scalar
+from finetune.config.yaml12 import flow_yaml, resolve_scalar
 from finetune.core.errors import Problem, list_choices, nearest
 
 __all__ = ["Checked", "check"]
@@ -79,8 +79,12 @@ def check(model: type[M], data: Any, given: Given, *, prefix: str = "", known: I
     except ValidationError as error:
         grouped = _by_path(data, error.errors())
         known = list(known)
-        problems = [_problem(path, errors, given, prefix, known) for path, errors in grouped.items()]
-        return Checked(problems=problems, warnings=warnings)
+        problems = {path: _problem(path, errors, given, prefix, known) for path, errors in grouped.items()}
+        meant = [problem.near for problem in problems.values()]
+        missing = [path for path, errors in grouped.items() if errors[0]["type"] == "missing"]
+        # That a key is missing is no second problem where another one is its misspelling.
+        answered = {path for path in missing if any(f"{near}.".startswith(_dotted(prefix, path)) for near in meant)}
+        return Checked(problems=[p for path, p in problems.items() if path not in answered], warnings=warnings)
 
 
 def _convert(data: Any, details: ErrorDetails, given: Given, prefix: str) -> str | None:
@@ -93,7 +97,7 @@ def _convert(data: Any, details: ErrorDetails, given: Given, prefix: str) -> str
         number = resolve_scalar(value.strip())
         if isinstance(number, int | float) and not isinstance(number, bool):
             container[path[-1]] = float(number)
-            key = prefix + ".".join(map(str, path))
+            key = _dotted(prefix, path)[:-1]
             return f"{given.where(key)} is the text {value!r}, which is taken as the number {number}"
     elif details["type"] in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():
         container[path[-1]] = int(value)
@@ -112,6 +116,10 @@ def _path(data: Any, details: ErrorDetails) -> tuple[str | int, ...]:
     return (*path, details["loc"][-1]) if details["type"] == "missing" else tuple(path)
 
 
+def _dotted(prefix: str, path: Iterable[str | int]) -> str:
+    return f"{prefix}{'.'.join(map(str, path))}."
+
+
 def _by_path(data: Any, errors: Sequence[ErrorDetails]) -> dict[tuple[str | int, ...], list[ErrorDetails]]:
     grouped: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
     for details in errors:
@@ -127,12 +135,11 @@ def _by_path(data: Any, errors: Sequence[ErrorDetails]) -> dict[tuple[str | int,
 def _problem(
     path: tuple[str | int, ...], errors: Sequence[ErrorDetails], given: Given, prefix: str, known: Sequence[str]
 ) -> Problem:
-    key = prefix + ".".join(map(str, path))
+    key = _dotted(prefix, path)[:-1]
     kinds = {details["type"] for details in errors}
     value = errors[0]["input"]
     if "missing" in kinds:
-        near = _misspelt(key, value, known)
-        return Problem(f"{key} is missing", given.where(key.rpartition(".")[0]), near=near)
+        return Problem(f"{key} is missing", given.where(key.rpartition(".")[0]))
     if "extra_forbidden" in kinds:
         return _unknown_key(key, value, given, known)
     choices = [choice for details in errors for choice in _choices(details)]
@@ -140,13 +147,8 @@ def _problem(
     near = _BOOLEAN_WORDS.get(str(value).lower(), "") if "bool_type" in kinds else nearest(str(value), choices)
     wrong_type = all(kind.endswith(("_type", "none_required")) for kind in kinds)
     what = "value of the wrong type" if wrong_type else "value that is not allowed"
-    return Problem(what, given.where(key), got=repr(value), want=want, near=near, fix=f"{key}: {near}" if near else "")
-
-
-def _misspelt(key: str, siblings: Any, known: Sequence[str]) -> str:
-    """Returns the given key that was probably meant to be the missing one."""
-    unknown = [name for name in siblings if name not in {k.rpartition(".")[2] for k in known}]
-    return nearest(key.rpartition(".")[2], map(str, unknown)) if isinstance(siblings, dict) else ""
+    fix = f"{key}: {near}" if near else ""
+    return Problem(what, given.where(key), got=flow_yaml(value), want=want, near=near, fix=fix)
 
 
 def _unknown_key(key: str, value: Any, given: Given, known: Sequence[str]) -> Problem:
@@ -154,11 +156,10 @@ def _unknown_key(key: str, value: Any, given: Given, known: Sequence[str]) -> Pr
     section, _, leaf = key.rpartition(".")
     if answer := answer_alias(key, value, where):
         return answer
-    shown = str(value).lower() if isinstance(value, bool) else value
     elsewhere = [name for name in known if name.rpartition(".")[2] == leaf]
     if elsewhere:
         what = f"{leaf!r} is a key of {elsewhere[0].rpartition('.')[0] or 'the top level'}"
-        return Problem(what, where, near=elsewhere[0], fix=f"{elsewhere[0]}: {shown}")
+        return Problem(what, where, near=elsewhere[0], fix=f"{elsewhere[0]}: {flow_yaml(value)}")
     plain_section = re.sub(r"\.\d+", "", section)
     siblings = [name for name in known if name.rpartition(".")[0] == plain_section]
     near = nearest(leaf, [name.rpartition(".")[2] for name in siblings])

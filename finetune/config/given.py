@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from finetune.config.overrides import Override
-from finetune.config.yaml12 import Document
+from finetune.config.schema import name_methods
+from finetune.config.yaml12 import Document, flow_yaml
 from finetune.core.errors import FinetuneError, Problem, list_choices, nearest
 from finetune.core.registry import canonical_name
 
@@ -36,8 +38,8 @@ class Given:
         """Lays the content of the recipe file ``label`` over what there is."""
         self.files.append(label)
         layer = {key: value for key, value in document.data.items() if value is not None}
-        if isinstance(layer.get("method"), str):
-            layer["method"] = {"name": layer["method"]}
+        if "method" in layer:
+            layer["method"] = name_methods(layer["method"])
         if isinstance(layer.get("method"), dict) and "name" in layer["method"]:
             self._switch_method(layer["method"]["name"])
         self._merge_into(self.data, layer, "")
@@ -93,13 +95,15 @@ class Given:
             self._forget(f"method.{key}")
 
     def _without_shorthand(self, override: Override) -> Override:
-        """Reads ``method=lora`` as ``method.name=lora``."""
-        if override.key != "method" or override.action != "set" or not isinstance(override.value, str):
+        """Reads ``method=lora`` as ``method.name=lora``, and bare names in a list of methods as mappings."""
+        if override.key != "method" or override.action == "delete":
             return override
+        if override.action == "append" or not isinstance(override.value, str):
+            return replace(override, value=name_methods(override.value))
         if not isinstance(self.data.get("method"), dict):
             self.data["method"] = {}
             self._forget("method")
-        return Override("method.name", "set", override.value, override.origin, override.text)
+        return replace(override, key="method.name")
 
     def _apply(self, override: Override) -> None:
         *parents, last = override.key.split(".")
@@ -123,16 +127,16 @@ class Given:
     def _container(self, parents: Sequence[str], override: Override) -> Any:
         container: Any = self.data
         for depth, segment in enumerate(parents, 1):
-            if isinstance(container, dict) and override.action != "delete":
-                child = container.setdefault(segment, {})
-            else:
-                child = container[_index(container, segment, override)]
+            key = ".".join(parents[:depth])
+            if isinstance(container, dict) and segment not in container and override.action != "delete":
+                container[segment] = {}
+                self.origins[key] = override.origin
+            child = container[_index(container, segment, override)]
             if not isinstance(child, dict | list):
-                key = ".".join(parents[:depth])
                 raise FinetuneError(
                     f"{key} is not a mapping, so it has no key {override.key!r}",
                     where=f"{override.origin}  {override.text}",
-                    got=f"{key}: {child!r}",
+                    got=f"{key}: {flow_yaml(child)}",
                     fix=f"{key}={{...}}",
                 )
             container = child

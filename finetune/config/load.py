@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,15 +87,17 @@ def load_recipe(configs: Sequence[str], overrides: Sequence[str] = ()) -> Loaded
         ConfigError: All that is wrong, with file and line.
     """
     layers, texts = _read_layers(configs, overrides)
-    kept, problems = interpolate(layers)
-    problems = [*layers.problems, *problems]
+    kept, unfilled = interpolate(layers)
     known = list(known_keys(method_configs(layers.data.get("method"))))
     methods, method_problems, method_warnings = check_methods(layers, known)
     checked = check(Recipe, layers.data, layers, known=known)
     train = check(train_section(), layers.data.get("train", {}), layers, prefix="train.", known=known)
-    problems += [*checked.problems, *method_problems]
-    # What is no mapping at all was already said of the whole recipe.
+    problems = [*checked.problems, *method_problems]
+    # That it is no mapping at all was already said of the whole recipe.
     problems += train.problems if isinstance(layers.data.get("train", {}), dict) else []
+    # Of what was not filled in, the type does not matter.
+    places = {problem.where for problem in unfilled}
+    problems = [*layers.problems, *unfilled, *(problem for problem in problems if problem.where not in places)]
     if problems or checked.value is None or methods is None or train.value is None:
         raise ConfigError.of(_in_order(problems))
     sections = {"method": methods.as_given(), "train": train.value.model_dump(exclude_unset=True)}
@@ -146,11 +149,13 @@ def _read_mapping(text: str, label: str) -> Document:
 
 
 def _in_order(problems: list[Problem]) -> list[Problem]:
-    """Sorts by file and line, each problem once; what has no line comes last."""
+    """Sorts by file and line or by argument, each problem once; what has no line comes first."""
 
-    def position(problem: Problem) -> tuple[bool, str, int]:
-        file, _, line = problem.where.partition("  ")[0].rpartition(":")
-        return not line.isdigit(), file, int(line) if line.isdigit() else 0
+    def position(problem: Problem) -> tuple[str, int]:
+        place = problem.where.partition("  ")[0]
+        number = re.search(r"\d*$", place)
+        digits = number[0] if number else ""
+        return place.removesuffix(digits), int(digits or 0)
 
     return sorted(dict.fromkeys(problems), key=position)
 

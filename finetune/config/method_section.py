@@ -55,8 +55,9 @@ def check_methods(given: Given, known: list[str]) -> tuple[MethodSection | None,
     for prefix, entry in entries:
         own = dict(entry) if isinstance(entry, dict) else {"name": entry}
         name = own.pop("name", None)
-        if not isinstance(name, str):
+        if not isinstance(name, str) and isinstance(entry, dict):
             problems.append(Problem("the method has no name", given.where(prefix[:-1]), want="`finetune ls methods`"))
+        if not isinstance(name, str):
             continue
         try:
             config = discover().get(name, where=given.where(f"{prefix}name")).Config

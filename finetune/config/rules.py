@@ -90,7 +90,7 @@ def _held_out_rows_for_evaluation(recipe: Recipe, given: Given) -> Problem | Non
     return Problem(
         "evaluation during training needs held-out rows, and data.eval gives none",
         given.where("train.eval_strategy"),
-        got=repr(recipe.train["eval_strategy"]),
+        got=recipe.train["eval_strategy"],
         fix="data.eval: 0.05",
     )
 

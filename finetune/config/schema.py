@@ -16,6 +16,7 @@ __all__ = [
     "Recipe",
     "Section",
     "Source",
+    "name_methods",
 ]
 
 DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
@@ -136,10 +137,10 @@ class EvalSection(Section):
     before: bool = Field(default=True, description="Whether the base model is measured too, before training.")
 
 
-def _named(value: Any) -> Any:
-    """Accepts a method's bare name for ``{name: ...}``, alone or in a list."""
+def name_methods(value: Any) -> Any:
+    """Returns a method section with ``{name: ...}`` for each bare name, alone or in a list."""
     if isinstance(value, list):
-        return [_named(entry) for entry in value]
+        return [name_methods(entry) for entry in value]
     return {"name": value} if isinstance(value, str) else value
 
 
@@ -149,7 +150,7 @@ class Recipe(Section):
     model: ModelSection = Field(description="The base model.")
     method: Annotated[
         dict[str, Any] | list[dict[str, Any]],
-        BeforeValidator(_named, json_schema_input_type=str | dict[str, Any] | list[str | dict[str, Any]]),
+        BeforeValidator(name_methods, json_schema_input_type=str | dict[str, Any] | list[str | dict[str, Any]]),
         Field(description="What trains: {name, and the method's own keys}, or a list of those, in order."),
     ] = {"name": "lora"}
     data: DataSection = Field(description="Where the rows come from and how they become examples.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from io import StringIO
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -13,7 +14,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from finetune.core.errors import ConfigError, Problem
 
-__all__ = ["Document", "Scalar", "dump_yaml", "read_yaml", "resolve_scalar"]
+__all__ = ["Document", "Scalar", "dump_yaml", "flow_yaml", "read_yaml", "resolve_scalar"]
 
 Scalar = str | int | float | bool | None
 
@@ -27,6 +28,9 @@ _SCHEMA: tuple[tuple[re.Pattern[str], Callable[[str], Scalar]], ...] = (
     (re.compile(r"[-+]?\.(inf|Inf|INF)"), lambda text: float(text.lower().replace(".", ""))),
     (re.compile(r"\.(nan|NaN|NAN)"), lambda text: float("nan")),
 )
+
+
+_CORE_TAG = "tag:yaml.org,2002:"
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,9 @@ class _Reader:
         self._open: list[Node] = []
 
     def plain(self, node: Node, path: tuple[str, ...]) -> Any:
+        if not str(node.tag).startswith(_CORE_TAG):
+            self.problems.append(Problem(f"tag {node.tag} means nothing here", self._at(node), fix="remove it"))
+            return None
         if isinstance(node, ScalarNode):
             return resolve_scalar(node.value) if node.style is None else node.value
         if any(node is outer for outer in self._open):
@@ -138,10 +145,17 @@ def _syntax_problem(error: MarkedYAMLError, text: str, label: str) -> Problem:
 
 def dump_yaml(data: Any) -> str:
     """Returns plain data as block style YAML 1.2 in the given order; :func:`read_yaml` gives it back unchanged."""
-    from io import StringIO
+    return _dump(data, flow=False)
 
+
+def flow_yaml(data: Any) -> str:
+    """Returns plain data as YAML in one line, as it would be typed."""
+    return _dump([data], flow=True).strip().removeprefix("[").removesuffix("]")
+
+
+def _dump(data: Any, *, flow: bool) -> str:
     yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = False
+    yaml.default_flow_style = flow
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     yaml.width = 10_000
     yaml.allow_unicode = True
