@@ -14,6 +14,7 @@ from typing import Any
 
 __all__ = [
     "MANIFEST",
+    "cache_folder",
     "fsync_folder",
     "hash_file",
     "incomplete_reason",
@@ -25,6 +26,14 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
+
+
+def cache_folder() -> Path:
+    """Returns ``$FINETUNE_CACHE``, or ``finetune`` in the user's cache folder."""
+    given = os.environ.get("FINETUNE_CACHE")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "finetune"
 
 
 def fsync_folder(folder: Path) -> None:

@@ -6,21 +6,12 @@ save or train it. The tensors go into a fresh model made from the config; logits
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from finetune.core.errors import ConfigError
-from finetune.core.files import hash_file, replaced_folder
+from finetune.core.files import cache_folder, hash_file, replaced_folder
 
-__all__ = ["cache_folder", "converted_gguf"]
-
-
-def cache_folder() -> Path:
-    """Returns ``$FINETUNE_CACHE``, or ``finetune`` in the user's cache folder."""
-    given = os.environ.get("FINETUNE_CACHE")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "finetune"
+__all__ = ["converted_gguf"]
 
 
 def converted_gguf(file: Path) -> Path:

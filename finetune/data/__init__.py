@@ -1,0 +1,1 @@
+"""From files to batches: formats -> messages -> tokens with a loss mask -> batches."""

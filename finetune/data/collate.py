@@ -1,0 +1,62 @@
+"""Rows to batches, without any randomness: what a batch holds is a function of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetune.data.render import IGNORED
+
+__all__ = ["PackingCollator", "PaddingCollator"]
+
+
+@dataclass(frozen=True)
+class PaddingCollator:
+    """Pads on the right, by position.
+
+    Attributes:
+        pad_token_id: Written into ``input_ids`` where there is no token; labels there are -100 whatever it is.
+    """
+
+    pad_token_id: int
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        """Returns ``input_ids``, ``labels`` and, where a row is padded, ``attention_mask``: int64 (B, T)."""
+        longest = max(len(row["input_ids"]) for row in rows)
+        batch = {
+            "input_ids": _padded([row["input_ids"] for row in rows], longest, self.pad_token_id),
+            "labels": _padded([row["labels"] for row in rows], longest, IGNORED),
+        }
+        if any(len(row["input_ids"]) < longest for row in rows):
+            batch["attention_mask"] = _padded([[1] * len(row["input_ids"]) for row in rows], longest, 0)
+        return batch
+
+
+class PackingCollator:
+    """Batches rows of several documents, none of which attends to another.
+
+    transformers derives the block-diagonal mask from position ids that restart, provided that there is no
+    ``attention_mask``; padding is a document of its own.
+    """
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        """Returns ``input_ids``, ``labels`` and ``position_ids``: int64 (B, T)."""
+        longest = max(len(row["input_ids"]) for row in rows)
+        positions = []
+        for row in rows:
+            documents = row.get("documents") or [len(row["input_ids"])]
+            padding = longest - len(row["input_ids"])
+            positions.append([place for length in (*documents, padding) for place in range(length)])
+        return {
+            "input_ids": _padded([row["input_ids"] for row in rows], longest, 0),
+            "labels": _padded([row["labels"] for row in rows], longest, IGNORED),
+            "position_ids": torch.tensor(positions),
+        }
+
+
+def _padded(rows: list[list[int]], longest: int, value: int) -> Tensor:
+    return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
