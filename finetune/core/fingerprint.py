@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["base_fingerprint", "count_parameters"]
+__all__ = ["base_fingerprint", "count_parameters", "is_tied"]
 
 _SAMPLES_PER_TENSOR = 64
 
@@ -35,3 +35,9 @@ def base_fingerprint(model: nn.Module) -> str:
 def count_parameters(model: nn.Module) -> int:
     """Returns the number of scalars of ``model``, a shared tensor counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def is_tied(model: nn.Module) -> bool:
+    """Returns whether the output head of a transformers model is the same tensor as its input embedding."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    return head is not None and head.weight is embedding.weight

@@ -3,7 +3,8 @@
 ``delta_config.json`` says which method, config and base; ``delta.safetensors`` holds, per base tensor ``NAME``:
 
 * ``NAME.value``: the trained values, in the dtype that was trained (a float32 master of a bfloat16 weight);
-* ``NAME.index`` (absent for whole tensors): int32 positions along ``axis`` of the base tensor, sorted;
+* ``NAME.index`` (absent for whole tensors): int32 positions along ``axis`` of the base tensor, sorted; value and base
+  have them as their last dimension;
 * ``NAME.base`` (with an index only): the base's values at those positions, in the base's dtype, which makes undoing
   bit-exact and shows whether a base is the right one.
 
@@ -21,11 +22,25 @@ from finetune.core.files import replaced_file, write_json
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
-__all__ = ["DELTA_CONFIG", "DELTA_TENSORS", "narrowest_exact", "read_learned_state", "require_same_method", "write_learned_state"]
+__all__ = [
+    "BASE",
+    "DELTA_CONFIG",
+    "DELTA_TENSORS",
+    "INDEX",
+    "VALUE",
+    "apply_learned_state",
+    "narrowest_exact",
+    "read_learned_state",
+    "require_same_method",
+    "require_same_shapes",
+    "write_learned_state",
+]
 
 DELTA_CONFIG = "delta_config.json"
 DELTA_TENSORS = "delta.safetensors"
+VALUE, INDEX, BASE = ".value", ".index", ".base"
 
 
 def write_learned_state(folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
@@ -58,7 +73,7 @@ def read_learned_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str,
 
 
 def narrowest_exact(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor`` in bfloat16 where that loses no bit (a 16-bit base that was loaded in float32), else itself."""
+    """Returns ``tensor`` in bfloat16 where that loses no bit (a 16-bit base loaded in float32), else itself."""
     import torch
 
     narrow = tensor.to(torch.bfloat16)
@@ -79,3 +94,79 @@ def require_same_method(own: dict[str, Any], stored: dict[str, Any], folder: Pat
                 got=str(stored.get(field)),
                 want=str(own[field]),
             )
+
+
+def require_same_shapes(own: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
+    """Checks that ``state`` has just the tensors of ``own``, each of its shape.
+
+    Raises:
+        CheckpointError: It has not; the error counts and names what is missing, unexpected and of another shape.
+    """
+    missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    reshaped = [name for name in own.keys() & state.keys() if own[name].shape != state[name].shape]
+    wrong = [*missing, *unexpected, *reshaped]
+    if wrong:
+        raise CheckpointError(
+            "the learned state does not fit what the method trains",
+            where=", ".join(wrong[:4]),
+            got=f"{len(missing)} tensors missing, {len(unexpected)} unexpected, {len(reshaped)} of another shape",
+            fix="attach with the config and base that the state was trained with",
+        )
+
+
+def apply_learned_state(
+    model: nn.Module, tensors: dict[str, torch.Tensor], metadata: dict[str, Any], folder: Path
+) -> None:
+    """Writes learned values into the weights of a plain base model, rounded once to their dtype.
+
+    Args:
+        model: The base that the state was trained on, in any dtype.
+        tensors: As :func:`read_learned_state` returns them.
+        metadata: Likewise.
+        folder: Where they come from, for messages.
+
+    Raises:
+        CheckpointError: The base lacks a tensor or has other values where the state has been trained.
+    """
+    parameters = dict(model.named_parameters())
+    for name in sorted({key.rpartition(".")[0] for key in tensors}):
+        if name not in parameters or f"{name}{VALUE}" not in tensors:
+            raise CheckpointError(
+                "the learned state does not fit the base model",
+                where=str(folder),
+                got=f"{name}, which is no parameter of {type(model).__name__} or has no value",
+            )
+        _write(f"{folder}: {name}", parameters[name], name, tensors, metadata)
+
+
+def _write(
+    where: str, weight: torch.Tensor, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]
+) -> None:
+    import torch
+
+    value, index = tensors[f"{name}{VALUE}"].to(weight), tensors.get(f"{name}{INDEX}")
+    with torch.no_grad():
+        if index is None:
+            _require_shape(where, weight, value)
+            weight.copy_(value)
+            return
+        axis = metadata["axes"][name]
+        index = index.to(weight.device, torch.int64)
+        here = weight.index_select(axis, index)
+        base, value = (tensor.movedim(-1, axis) for tensor in (tensors[f"{name}{BASE}"].to(weight), value))
+        _require_shape(where, here, value)
+        if not torch.equal(here, base):
+            raise CheckpointError(
+                "the learned state belongs to another base model", where=where, fix="load the base it was trained on"
+            )
+        weight.index_copy_(axis, index, value)
+
+
+def _require_shape(where: str, weight: torch.Tensor, value: torch.Tensor) -> None:
+    if weight.shape != value.shape:
+        raise CheckpointError(
+            "a learned tensor has another shape than the base's",
+            where=where,
+            got=str(tuple(value.shape)),
+            want=str(tuple(weight.shape)),
+        )

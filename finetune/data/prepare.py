@@ -62,6 +62,11 @@ class PreparedData:
         """Tokens that carry loss."""
         return sum(label != IGNORED for labels in self.dataset["labels"] for label in labels)
 
+    @property
+    def longest_labels(self) -> int:
+        """Most tokens of one row that carry loss."""
+        return max(sum(label != IGNORED for label in labels) for labels in self.dataset["labels"])
+
     def example(self, position: int) -> str:
         """Returns the text of an example with what carries loss in square brackets."""
         row = self.dataset[position]

@@ -147,18 +147,20 @@ def _evaluation_lines(evaluation: dict[str, list[dict[str, Any]]]) -> list[tuple
     before = {(result["task"], result["metric"]): result for result in evaluation["before"]}
     lines = []
     for result in evaluation["after"]:
-        earlier = before.get((result["task"], result["metric"]))
-        start = "" if earlier is None else f"{earlier['value']:.1%} -> "
+        metric = result["metric"]
+        earlier = before.get((result["task"], metric))
+        start = "" if earlier is None else f"{_value(metric, earlier['value'])} -> "
+        bounds = "" if result["low"] is None else f"95 % {_value(metric, result['low'])} to {_value(metric, result['high'])}, "
         lines.append(
-            (
-                "task",
-                f"{result['task']} {result['metric']}  {start}{result['value']:.1%}  "
-                f"(95 % interval {result['low']:.1%} to {result['high']:.1%}, {result['n']} examples)",
-            )
+            ("task", f"{result['task']} {metric}  {start}{_value(metric, result['value'])}  ({bounds}{result['n']} rows)")
         )
         for group, (value, count) in result["groups"].items():
-            lines.append(("", f"  {group}: {value:.1%} of {count}"))
+            lines.append(("", f"  {group}: {_value(metric, value)} of {count} rows"))
     return lines
+
+
+def _value(metric: str, value: float) -> str:
+    return f"{value:.3f}" if metric in ("loss", "perplexity") else f"{value:.1%}"
 
 
 def _duration(seconds: float) -> str:

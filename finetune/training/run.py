@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
-from finetune.core.errors import FinetuneError, FinetuneWarning, RefusedError, TrainingError
+from finetune.core.errors import FinetuneWarning, RefusedError, TrainingError
 from finetune.core.files import replaced_folder, write_json, write_text
 from finetune.data.collate import PackingCollator, PaddingCollator
 from finetune.report.model_card import write_model_card
@@ -120,13 +120,12 @@ class _Run:
         record = RunRecord(self.run, describe_record(self.loaded, self.plan, estimate, before))
         if self.is_main:
             record.update()
-        with warnings.catch_warnings(record=False):
-            try:
-                return self._train_and_finish(model, record)
-            except BaseException as error:
-                if self.is_main:
-                    record.end("failed", error=str(error) or type(error).__name__)
-                raise
+        try:
+            return self._train_and_finish(model, record)
+        except BaseException as error:
+            if self.is_main:
+                record.end("failed", error=str(error) or type(error).__name__)
+            raise
 
     def _wants_before(self) -> bool:
         evaluation = self.loaded.recipe.eval
@@ -143,6 +142,7 @@ class _Run:
             limit=section.limit,
             batch_size=section.batch_size,
             max_new_tokens=section.max_new_tokens,
+            samples=section.samples,
             console=self.console,
         )
         return [result.as_dict() for result in results]
@@ -161,7 +161,7 @@ class _Run:
                 "the run needs more memory than there is",
                 got=f"estimate {estimate.peak / 1e9:.2f} GB, of it {estimate.largest}",
                 want=f"at most {estimate.available / 1e9:.2f} GB",
-                fix="a smaller train.per_device_train_batch_size or data.max_length, or --force",
+                fix=f"{estimate.remedy}, or --force",
             )
         if share > 0.9:
             warnings.warn(
@@ -199,11 +199,12 @@ class _Run:
             return self._interrupted(record, seconds)
         if not self.is_main:
             return RunResult(self.run, "completed")
+        peak = peak_device_bytes()
         final = _final_numbers(trainer)
         self._save_final(record)
-        after = self._evaluate(self.plan.model if self.plan.method.kind != "adapter" else model)
+        after = self._evaluate(model)
         saved = sum(file.stat().st_size for file in (self.run / "final").glob("*.safetensors"))
-        memory = {**record.fields["memory"], "measured_peak_bytes": peak_device_bytes(), "saved_bytes": saved}
+        memory = {**record.fields["memory"], "measured_peak_bytes": peak, "saved_bytes": saved}
         evaluation = {**record.fields["evaluation"], "after": after}
         record.end("completed", seconds=seconds, final=final, memory=memory, evaluation=evaluation)
         self._report(record)
@@ -240,6 +241,8 @@ class _Run:
     def _interrupted(self, record: RunRecord, seconds: float) -> RunResult:
         if self.is_main:
             record.end("interrupted", seconds=seconds)
+            write_plots(self.run)
+            write_report(self.run)
             last = list_checkpoints(self.run)[-1]
             self.console.print(
                 f"stopped  {last} is complete\nnext     finetune train {self.run / 'config.resolved.yaml'} --resume",
@@ -287,14 +290,3 @@ def _summary(record: dict[str, Any]) -> dict[str, Any]:
         "saved_bytes": memory["saved_bytes"],
         "base_bytes": memory["base_bytes"],
     }
-
-
-def run_recipe(*configs: str, overrides: dict[str, Any] | None = None) -> RunResult:
-    """Loads recipes by path or name and runs them; the function behind ``finetune.train``."""
-    from finetune.config.load import load_recipe
-
-    arguments = [f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()]
-    return train(load_recipe(configs, arguments))
-
-
-_ = FinetuneError

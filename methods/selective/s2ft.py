@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from finetune.core.errors import CheckpointError, FinetuneWarning, TargetError
-from finetune.core.learned_state import narrowest_exact, read_learned_state, require_same_method, write_learned_state
+from finetune.core.learned_state import (
+    narrowest_exact,
+    read_learned_state,
+    require_same_method,
+    require_same_shapes,
+    write_learned_state,
+)
 from finetune.methods.base import Kind, Method, MethodConfig
 from finetune.methods.registry import register
 
@@ -143,7 +149,8 @@ class S2FT(Method):
         self._warn_if_empty(quotas, width)
         chosen = {}
         for (name, layer), count, quota in zip(layers.items(), counts, quotas, strict=True):
-            if self.config.select == "random":
+            # On the meta device there are no values to score: a dry run needs the counts only.
+            if self.config.select == "random" or layer.weight.is_meta:  # type: ignore[operator, union-attr]
                 units = torch.randperm(count, generator=generator)[:quota]
             else:
                 norms = oriented_weight(layer).detach().float().square().sum(0).reshape(count, width).sum(1)
@@ -181,8 +188,7 @@ class S2FT(Method):
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         import torch
 
-        expected = self.state_dict()
-        _require_same_shapes(expected, state)
+        require_same_shapes(self.state_dict(), state)
         for name, layer in self._slices.items():
             index, value, base = (state[f"{name}.weight.{part}"] for part in ("index", "value", "base"))
             device = layer.weight.device
@@ -255,16 +261,3 @@ def _embeddings(model: Any) -> list[Any]:
 
     head = model.get_output_embeddings()
     return [module for module in model.modules() if isinstance(module, nn.Embedding)] + ([head] if head else [])
-
-
-def _require_same_shapes(expected: dict[str, Tensor], state: dict[str, Tensor]) -> None:
-    wrong = sorted(expected.keys() ^ state.keys()) or [
-        name for name, tensor in expected.items() if tensor.shape != state[name].shape
-    ]
-    if wrong:
-        raise CheckpointError(
-            "the learned state does not fit the attached slices",
-            where=wrong[0],
-            got=f"{len(wrong)} tensors missing, unexpected or of another shape",
-            fix="attach with the config and base that the state was trained with",
-        )

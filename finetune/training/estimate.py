@@ -1,0 +1,48 @@
+"""The memory estimate of a plan whose method is attached."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.planning.host import available_memory, resident_bytes
+from finetune.planning.memory import MemoryEstimate, estimate_memory
+from finetune.training.loss import CHUNK
+
+if TYPE_CHECKING:
+    from finetune.training.plan import Plan
+
+__all__ = ["estimate_plan"]
+
+
+def estimate_plan(plan: Plan) -> MemoryEstimate:
+    """Returns the estimated peak of a training step; the longest example decides the length of a row (P15)."""
+    model: Any = plan.model
+    arguments = plan.arguments
+    trained = plan.method.trained_parameters()
+    attached = plan.method.model
+    tensors = [*attached.parameters(), *attached.buffers()]
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    trained_bytes = plan.method.summary().trained_bytes
+    length = max(plan.train.dataset["length"])
+    rows = arguments.per_device_train_batch_size
+    on_cpu = model.device.type in ("cpu", "meta")
+    return estimate_memory(
+        model.config,
+        trained={name: tuple(parameter.shape) for name, parameter in trained.items()},
+        frozen_bytes=weights - trained_bytes,
+        trained_bytes=trained_bytes,
+        weight_dtype=str(model.dtype).removeprefix("torch."),
+        micro_batch=rows,
+        length=length,
+        checkpointing=arguments.activation_checkpointing is True,
+        attn_implementation=model.config._attn_implementation,
+        method_kind=plan.method.kind,
+        label_tokens=rows * plan.train.longest_labels,
+        logits_chunk=CHUNK,
+        accumulation=arguments.gradient_accumulation_steps,
+        optimizer=str(arguments.optim),
+        process_bytes=max(0, resident_bytes() - (weights if model.device.type == "cpu" else 0)) if on_cpu else 0,
+        available=None if on_cpu else available_memory("cuda") + torch.cuda.memory_allocated(),
+    )
