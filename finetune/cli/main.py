@@ -98,7 +98,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
         return _report(error, settings)
