@@ -39,12 +39,12 @@ class PaddingCollator:
 class PackingCollator:
     """Batches rows of several documents, none of which attends to another.
 
-    transformers derives the block-diagonal mask from position ids that restart, provided that there is no
-    ``attention_mask``; padding is a document of its own.
+    transformers derives the block-diagonal mask from position ids that restart, provided that there is neither an
+    ``attention_mask`` nor a cache; padding is a document of its own.
     """
 
-    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """Returns ``input_ids``, ``labels`` and ``position_ids``: int64 (B, T)."""
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Returns ``input_ids``, ``labels`` and ``position_ids``, int64 (B, T), and ``use_cache``: False."""
         longest = max(len(row["input_ids"]) for row in rows)
         positions = []
         for row in rows:
@@ -55,6 +55,7 @@ class PackingCollator:
             "input_ids": _padded([row["input_ids"] for row in rows], longest, 0),
             "labels": _padded([row["labels"] for row in rows], longest, IGNORED),
             "position_ids": torch.tensor(positions),
+            "use_cache": False,
         }
 
 
