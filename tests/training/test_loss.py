@@ -1,0 +1,126 @@
+"""The lean loss equals the stock loss, for plain, scaled, adapted and 16-bit heads, and holds few logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import VOCABULARY, tiny_gpt2, tiny_llama, token_batch
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
+
+from finetune.core.errors import FinetuneWarning
+from finetune.training.loss import CHUNK, LeanLoss, linear_cross_entropy
+
+
+def gemma2() -> PreTrainedModel:
+    """Returns a model that soft-caps its logits."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        final_logit_softcapping=0.5,
+    )
+    return Gemma2ForCausalLM(config).eval()
+
+
+def lora_on_head() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(tiny_llama(tied=False), LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+    return model.eval()
+
+
+def batch(rows: int = 4, length: int = 100) -> dict[str, torch.Tensor]:
+    ids = token_batch(rows, length)
+    labels = ids.clone()
+    labels[:, :20] = -100
+    labels[0] = -100
+    labels[1, 50:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def loss_and_gradients(model: Any, **inputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("build", "form"),
+    [(tiny_llama, "chunked"), (tiny_gpt2, "chunked"), (gemma2, "selected"), (lora_on_head, "selected")],
+)
+@pytest.mark.parametrize("items", [None, torch.tensor(77)])
+def test_loss_and_gradients_equal_the_stock_ones(build: Any, form: str, items: Any) -> None:
+    model, inputs = build(), batch()
+    assert int((inputs["labels"] != -100).sum()) > 0
+    stock, expected = loss_and_gradients(model, **inputs, num_items_in_batch=items)
+    lean = LeanLoss(model)
+    found, gradients = loss_and_gradients(model, **inputs, num_items_in_batch=items)
+    assert lean.form == form
+    torch.testing.assert_close(found, stock, rtol=1e-6, atol=1e-6)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_without_labels_and_after_removal_the_model_is_its_own() -> None:
+    model, ids = tiny_llama(), token_batch()
+    expected = model(input_ids=ids).logits
+    lean = LeanLoss(model)
+    assert torch.equal(model(input_ids=ids).logits, expected)
+    assert model(input_ids=ids, labels=ids).logits.shape[-1] == 32  # hidden states, not logits
+    lean.remove()
+    assert torch.equal(model(input_ids=ids, labels=ids).logits, expected)
+
+
+def test_a_failing_forward_leaves_no_labels_behind() -> None:
+    model, ids = tiny_llama(), token_batch()
+    expected = model(input_ids=ids).logits
+    LeanLoss(model)
+    with pytest.raises(Exception, match="shape|size|broadcast"):
+        model(input_ids=ids, labels=ids[:, :3])
+    assert torch.equal(model(input_ids=ids).logits, expected)
+
+
+def test_no_tensor_as_large_as_all_logits_is_ever_made() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **(kwargs or {}))
+            for tensor in torch.utils._pytree.tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    Largest.size = max(Largest.size, tensor.numel())
+            return out
+
+    hidden = torch.randn(4 * CHUNK, 8, requires_grad=True)
+    weight, target = torch.randn(5000, 8), torch.randint(5000, (4 * CHUNK,))
+    with Largest():
+        linear_cross_entropy(hidden, weight, None, target).backward()
+    assert Largest.size <= CHUNK * 5000
+    expected = torch.nn.functional.cross_entropy(hidden @ weight.t(), target, reduction="sum")
+    (gradient,) = torch.autograd.grad(expected, hidden)
+    torch.testing.assert_close(hidden.grad, gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_with_a_loss_of_its_own_is_left_alone_with_a_warning() -> None:
+    class Odd(type(tiny_llama())):  # type: ignore[misc]
+        def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.loss = None if labels is None else output.logits.square().mean()
+            return output
+
+    model = tiny_llama()
+    model.__class__ = Odd
+    with pytest.warns(FinetuneWarning, match="held in memory"):
+        lean = LeanLoss(model)
+    assert lean.form == "stock"
