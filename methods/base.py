@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from finetune.core.errors import TrainingError
+from finetune.core.errors import CapabilityError, TrainingError
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +72,7 @@ class Method(ABC):
         family: Folder of :mod:`finetune.methods` that the method lives in, set by ``@register``.
         paper: Citation with an identifier, or an empty string.
         kind: What is learned.
+        narrows_added: Whether the method can choose among parameters that an earlier method added to the model.
         model: The model after :meth:`attach`.
     """
 
@@ -79,12 +80,14 @@ class Method(ABC):
     family: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     kind: ClassVar[Kind]
+    narrows_added: ClassVar[bool] = False
     Config: ClassVar[type[MethodConfig]] = MethodConfig
 
     def __init__(self, config: MethodConfig | None = None) -> None:
         self.config = config if config is not None else self.Config()
         self._model: nn.Module | None = None
         self._base_fingerprint = ""
+        self._tied = False
         self._total = 0
 
     @property
@@ -112,12 +115,14 @@ class Method(ABC):
             TargetError: A pattern matched nothing, or something that the method cannot train.
             TrainingError: Nothing would train, or the method is attached already.
         """
-        from finetune.core.fingerprint import base_fingerprint, count_parameters
+        from finetune.core.fingerprint import base_fingerprint, count_parameters, is_tied
 
         if self._model is not None:
             raise TrainingError(f"method {self.name!r} is attached already", fix="build a new one for a new model")
-        allowed = frozenset(name for name, _ in model.named_parameters()) if candidates is None else frozenset(candidates)
+        every = (name for name, _ in model.named_parameters())
+        allowed = frozenset(every if candidates is None else candidates)
         self._base_fingerprint = base_fingerprint(model)
+        self._tied = is_tied(model)
         self._total = count_parameters(model)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
@@ -148,7 +153,7 @@ class Method(ABC):
 
     @abstractmethod
     def save(self, folder: str | Path) -> None:
-        """Writes what was learned and what is needed to read it into ``folder`` (made if absent), whole or not at all."""
+        """Writes what was learned and how to read it into ``folder`` (made if absent), whole or not at all."""
 
     @abstractmethod
     def load(self, folder: str | Path) -> None:
@@ -161,6 +166,21 @@ class Method(ABC):
     @abstractmethod
     def merge(self) -> nn.Module:
         """Detaches the method and returns the plain Hugging Face model, tuned, in the base's dtype."""
+
+    def export_lora(self, folder: str | Path) -> None:
+        """Writes what was learned as an adapter that stock PEFT loads; a method whose update is low-rank overrides it.
+
+        The method is attached, and :meth:`load` has restored what was learned.
+
+        Raises:
+            CapabilityError: The update of this method has no such form.
+        """
+        raise CapabilityError(
+            f"the update of {self.name!r} is not low-rank, so it is no PEFT adapter",
+            got=str(folder),
+            want="merged or safetensors",
+            fix="finetune merge RUN OUT",
+        )
 
     def callbacks(self) -> list[TrainerCallback]:
         """Returns what stock ``transformers.Trainer`` needs for exact small checkpoints: one callback."""
@@ -183,7 +203,7 @@ class Method(ABC):
         return ()
 
     def metadata(self) -> dict[str, Any]:
-        """Returns what is stored beside the learned state: method, config, base name and fingerprint."""
+        """Returns what is stored beside the learned state: method, config, and which base it belongs to."""
         from finetune import __version__
 
         return {
@@ -192,5 +212,6 @@ class Method(ABC):
             "kind": self.kind,
             "base_model": getattr(getattr(self.model, "config", None), "_name_or_path", ""),
             "base_fingerprint": self._base_fingerprint,
+            "tied": self._tied,
             "finetune_version": __version__,
         }

@@ -1,0 +1,114 @@
+"""The Python API: three functions, the same words as the recipe's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import CheckpointError
+from finetune.methods import Method, build_method
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from finetune.training.run import RunResult
+
+__all__ = ["load", "method", "train"]
+
+
+def method(name: str, **config: Any) -> Method:
+    """Returns the method of that name, to be attached to a model.
+
+    Args:
+        name: Registry name (``finetune ls methods``).
+        **config: The keys of a recipe's ``method`` section.
+
+    Raises:
+        RegistryError: The name is unknown.
+        ConfigError: A key is unknown or its value is not accepted.
+        CapabilityError: The method cannot fine-tune a causal LM here.
+
+    Example:
+        >>> s2ft = finetune.method("s2ft", ratio=0.02)
+        >>> model = s2ft.attach(model)
+    """
+    return build_method({"name": name, **config})
+
+
+def load(base: str | PreTrainedModel, folder: str | Path, **options: Any) -> nn.Module:
+    """Returns the tuned model: the base with the learned state in ``folder``, in evaluation mode.
+
+    What was learned in the base's own weights is written into them, and the result is a plain Hugging Face model. An
+    adapter gives a ``PeftModel``.
+
+    Args:
+        base: What ``model.name_or_path`` of a recipe may be, or a loaded model, which is changed in place.
+        folder: What :meth:`finetune.methods.Method.save` or a run's ``final`` wrote, or an adapter of stock PEFT.
+        **options: As for :func:`finetune.models.load_model`, where ``base`` is a name.
+
+    Raises:
+        CheckpointError: The state is missing, damaged, incomplete, or belongs to another base.
+        ConfigError: The base cannot be loaded.
+    """
+    from finetune.core.learned_state import DELTA_CONFIG, apply_learned_state, read_learned_state
+    from finetune.methods.primitives.peft_files import ADAPTER_CONFIG, load_adapter
+    from finetune.methods.state import read_method_file
+
+    folder = Path(folder)
+    if (folder / ADAPTER_CONFIG).is_file():
+        model = _base_model(base, read_method_file(folder), folder, options)
+        return load_adapter(model, folder).eval()
+    if (folder / DELTA_CONFIG).is_file():
+        tensors, metadata = read_learned_state(folder)
+        model = _base_model(base, metadata, folder, options)
+        apply_learned_state(model, tensors, metadata, folder)
+        return model.eval()
+    raise CheckpointError(
+        "the folder holds no learned state",
+        where=str(folder),
+        want=f"{ADAPTER_CONFIG} or {DELTA_CONFIG}",
+        fix="the final folder of a run",
+    )
+
+
+def _base_model(
+    base: str | PreTrainedModel, metadata: dict[str, Any], folder: Path, options: dict[str, Any]
+) -> PreTrainedModel:
+    """Returns the base, untied where it was trained untied, after comparing it with the recorded fingerprint."""
+    from finetune.core.fingerprint import base_fingerprint, is_tied
+    from finetune.models import load_model
+
+    model = load_model(base, **options) if isinstance(base, str) else base
+    if isinstance(base, str) and is_tied(model) and metadata.get("tied") is False:
+        model = load_model(base, **{**options, "tied": "untie"})
+    recorded = metadata.get("base_fingerprint")
+    if recorded is not None and base_fingerprint(model) != recorded:
+        raise CheckpointError(
+            "the learned state belongs to another base model",
+            where=str(folder),
+            got=base if isinstance(base, str) else str(model.config._name_or_path),
+            want=str(metadata.get("base_model") or f"a model with fingerprint {recorded}"),
+        )
+    return model
+
+
+def train(recipe: str | Path | Sequence[str], *overrides: str) -> RunResult:
+    """Runs a recipe as ``finetune train`` does, and returns how it ended.
+
+    Args:
+        recipe: One recipe file or shipped name, or several, the later ones winning.
+        *overrides: ``key=value``.
+
+    Raises:
+        FinetuneError: Whatever is wrong with the recipe, the data, the model or the method.
+
+    Example:
+        >>> finetune.train("quickstart", "output_dir=runs/mine").folder
+    """
+    from finetune.config.load import load_recipe
+    from finetune.training.run import train as run
+
+    recipes = [str(recipe)] if isinstance(recipe, str | Path) else list(recipe)
+    return run(load_recipe(recipes, overrides))

@@ -1,0 +1,81 @@
+"""Exports what a run learned in a form that was asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from finetune.core.errors import CapabilityError, ConfigError, list_choices, nearest
+from finetune.export.merge import merge_run, require_empty
+
+__all__ = ["export_run"]
+
+
+def export_run(run: Path, out: Path, to: str) -> Path:
+    """Writes what ``run`` learned to ``out`` and returns ``out``.
+
+    Args:
+        run: Run directory, its ``final``, or an adapter folder.
+        out: Folder that does not exist or is empty.
+        to: ``peft`` (an adapter that stock PEFT loads, where the update is one), ``merged`` or ``safetensors`` (the
+            dense weights of the tuned model as a Hugging Face folder, in the base's dtype).
+
+    Raises:
+        ConfigError: The form is unknown.
+        RefusedError: ``out`` holds something.
+        CapabilityError: What was learned has no such form.
+        CheckpointError: The learned state is damaged or belongs to another base.
+    """
+    if to not in _FORMS:
+        raise ConfigError(f"unknown form {to!r}", where="--to", want=list_choices(_FORMS), near=nearest(to, _FORMS))
+    require_empty(out)
+    _FORMS[to](run, out)
+    return out
+
+
+def _export_adapter(run: Path, out: Path) -> None:
+    """Copies an adapter, or lets the method express its update as one (:meth:`finetune.methods.Method.export_lora`)."""
+    import shutil
+
+    from finetune.core.files import replaced_folder
+    from finetune.core.learned_state import DELTA_CONFIG
+    from finetune.methods.primitives.peft_files import ADAPTER_CONFIG, ADAPTER_TENSORS, read_adapter
+    from finetune.models.tuned import state_folder
+
+    folder = state_folder(run)
+    if (folder / ADAPTER_CONFIG).is_file():
+        read_adapter(folder)
+        with replaced_folder(out) as beside:
+            for name in (ADAPTER_TENSORS, ADAPTER_CONFIG):
+                shutil.copyfile(folder / name, beside / name)
+    elif (folder / DELTA_CONFIG).is_file():
+        _export_delta(run, folder, out)
+    else:
+        raise CapabilityError("a plain model has no adapter", where=str(run), want="the folder that a run saved")
+
+
+def _export_delta(run: Path, folder: Path, out: Path) -> None:
+    from finetune.core.learned_state import DELTA_CONFIG
+    from finetune.methods import build_method
+    from finetune.models import load_model
+    from finetune.models.tuned import base_of
+
+    recorded = json.loads((folder / DELTA_CONFIG).read_text(encoding="utf-8"))
+    method = build_method({"name": recorded["method"], **recorded["config"]})
+    base = base_of(run) or recorded["base_model"]
+    tied = "keep" if recorded.get("tied", True) else "untie"
+    method.attach(load_model(base, dtype="float32", tied=tied))
+    method.load(folder)
+    method.export_lora(out)
+
+
+def _export_merged(run: Path, out: Path) -> None:
+    merge_run(run, out)
+
+
+_FORMS: dict[str, Callable[[Path, Path], None]] = {
+    "peft": _export_adapter,
+    "merged": _export_merged,
+    "safetensors": _export_merged,
+}

@@ -1,0 +1,1 @@
+"""Methods that add modules to the model."""

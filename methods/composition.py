@@ -1,0 +1,115 @@
+"""Several methods in order: a later one chooses among what the earlier ones left trainable."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import CapabilityError
+from finetune.methods.base import Kind, Method
+from finetune.methods.whole_tensors import WholeTensors
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import TrainerCallback
+
+__all__ = ["Composition"]
+
+
+class Composition(Method):
+    """Methods that narrow one after the other what trains; the last one trains.
+
+    An earlier method that trains whole tensors only names them: nothing of it is attached. An earlier one that adds
+    parameters is attached, and a later one chooses among what it added.
+
+    Args:
+        methods: At least two, not attached, in order.
+
+    Raises:
+        CapabilityError: A method cannot follow the one before it.
+    """
+
+    def __init__(self, methods: Sequence[Method]) -> None:
+        super().__init__()
+        for earlier, later in itertools.pairwise(methods):
+            _check_order(earlier, later)
+        self.methods = tuple(methods)
+        # Instance attributes: what a composition is depends on its members.
+        self.name = "+".join(method.name for method in methods)  # type: ignore[misc]
+        self.paper = methods[-1].paper  # type: ignore[misc]
+        self.kind: Kind = methods[-1].kind  # type: ignore[misc]
+
+    @property
+    def _attached(self) -> list[Method]:
+        return [method for method in self.methods[:-1] if not isinstance(method, WholeTensors)] + [self.methods[-1]]
+
+    def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
+        for method in self.methods[:-1]:
+            if isinstance(method, WholeTensors):
+                candidates = frozenset(method.choose(model, candidates))
+            else:
+                model = method.attach(model, candidates=candidates)
+                candidates = frozenset(method.trained_parameters())
+        return self.methods[-1].attach(model, candidates=candidates)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns the members' states, each key behind its member's name and a slash."""
+        return {f"{m.name}/{key}": tensor for m in self._attached for key, tensor in m.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Gives each member its part of :meth:`state_dict`."""
+        for method in self._attached:
+            prefix = f"{method.name}/"
+            own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+            method.load_state_dict(own)
+
+    def save(self, folder: str | Path) -> None:
+        """Lets each member write its own files, which do not collide: at most one of them is an adapter."""
+        for method in self._attached:
+            method.save(folder)
+
+    def load(self, folder: str | Path) -> None:
+        """Lets each member read its own files."""
+        for method in self._attached:
+            method.load(folder)
+
+    def merge(self) -> nn.Module:
+        """Detaches the members, the last one first."""
+        for method in reversed(self._attached):
+            model = method.merge()
+        self._model = None
+        return model
+
+    def export_lora(self, folder: str | Path) -> None:
+        """Exports the member that holds the whole update: the first that is attached."""
+        self._attached[0].export_lora(folder)
+
+    def callbacks(self) -> list[TrainerCallback]:
+        """Returns one callback for the state of all members, and what else the members need."""
+        from finetune.methods.callback import MethodCallback
+
+        own = [callback for method in self._attached for callback in method.callbacks()]
+        return [MethodCallback(self), *(callback for callback in own if not isinstance(callback, MethodCallback))]
+
+    def metadata(self) -> dict[str, Any]:
+        """Returns the metadata with the members' configs as a list."""
+        configs = [{"name": method.name, **method.config.model_dump(mode="json")} for method in self.methods]
+        return {**super().metadata(), "config": configs}
+
+    def _chosen(self) -> tuple[str, ...]:
+        return tuple(f"{method.name}: {line}" for method in self._attached for line in method.summary().chosen)
+
+
+def _check_order(earlier: Method, later: Method) -> None:
+    if isinstance(earlier, WholeTensors) or later.narrows_added:
+        return
+    if earlier.kind == later.kind == "adapter":
+        reason = "the second adapter would wrap the modules of the first, and neither could be saved alone"
+    else:
+        reason = f"{later.name} chooses among the base's own weights, and {earlier.name} leaves none of them trainable"
+    swapped = f"method: [{{name: {later.name}}}, {{name: {earlier.name}}}]"
+    fix = swapped if isinstance(later, WholeTensors) else "train with one of the two"
+    raise CapabilityError(f"{later.name} cannot follow {earlier.name}: {reason}", where="method", fix=fix)

@@ -1,0 +1,1 @@
+"""Methods that train whole tensors and freeze the rest."""
