@@ -85,10 +85,12 @@ def _add(app: typer.Typer, name: str, verb: Callable[..., Any], settings: dict[s
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code: 0 done, 1 failed, 2 wrong input, 3 refused, 130 interrupted."""
     settings = Settings.read(sys.argv[1:] if arguments is None else arguments)
-    warning_list = WarningList()
+    warning_list = WarningList(others=settings.debug)
     warning_list.install()
     if settings.debug:
         logging.basicConfig(level=logging.DEBUG)
+    else:
+        _quiet_libraries()
     try:
         code = _run(settings)
         sys.stdout.flush()
@@ -104,6 +106,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         if settings.rank == 0:
             warning_list.print_again()
+
+
+def _quiet_libraries() -> None:
+    """Leaves the talking to us; set before the libraries are imported, and what the user has set stays."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def _run(settings: Settings) -> int:

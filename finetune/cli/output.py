@@ -40,9 +40,14 @@ def problem_as_dict(problem: Problem) -> dict[str, str]:
 
 
 class WarningList:
-    """Shows each warning of ours once when it happens, and all of them again at the end."""
+    """Shows each warning of ours once when it happens, and all of them again at the end.
 
-    def __init__(self) -> None:
+    Args:
+        others: Whether warnings of libraries are shown; they are for developers.
+    """
+
+    def __init__(self, *, others: bool = False) -> None:
+        self._show_others = others
         self._texts: dict[str, None] = {}
         self._others = warnings.showwarning
 
@@ -66,7 +71,8 @@ class WarningList:
         line: str | None = None,
     ) -> None:
         if not issubclass(category, FinetuneWarning):
-            self._others(message, category, filename, lineno, file, line)
+            if self._show_others:
+                self._others(message, category, filename, lineno, file, line)
         elif str(message) not in self._texts:
             self._texts[str(message)] = None
             print(f"warning: {message}", file=sys.stderr, flush=True)

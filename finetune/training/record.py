@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
-import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from finetune import __version__
 from finetune.core.files import write_json
+from finetune.environment import toolkit_version
 from finetune.training.output_folder import RECORD
 
 __all__ = ["RunRecord"]
@@ -36,7 +34,7 @@ class RunRecord:
             "ended": None,
             "seconds": None,
             "argv": sys.argv,
-            "finetune": {"version": __version__, **_commit()},
+            "finetune": toolkit_version(),
             "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
             "python": platform.python_version(),
             "warnings": [],
@@ -52,22 +50,3 @@ class RunRecord:
     def end(self, status: str, **fields: Any) -> None:
         """Sets the status and the time of the end, and writes the file."""
         self.update(status=status, ended=datetime.now(UTC).isoformat(timespec="seconds"), **fields)
-
-
-def _commit() -> dict[str, Any]:
-    checkout = Path(__file__).resolve().parents[2]
-    if not (checkout / ".git").exists():
-        return {"commit": None, "dirty": None}
-
-    def git(*arguments: str) -> str | None:
-        environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-        try:
-            done = subprocess.run(  # noqa: S603
-                ["git", *arguments], cwd=checkout, env=environment, capture_output=True, text=True, check=True
-            )
-        except (OSError, subprocess.CalledProcessError):
-            return None
-        return done.stdout.strip()
-
-    status = git("status", "--porcelain")
-    return {"commit": git("rev-parse", "--short", "HEAD"), "dirty": None if status is None else bool(status)}

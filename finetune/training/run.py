@@ -183,6 +183,9 @@ class _Run:
         started = time.perf_counter()
         trainer, stop = self._build_trainer(model)
         lean = LeanLoss(model)
+        config: Any = self.plan.model.config
+        # A cache of keys and values is of no use here, and it would keep packed documents from being kept apart.
+        use_cache, config.use_cache = config.use_cache, False
         try:
             trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         except torch.OutOfMemoryError as error:
@@ -194,6 +197,7 @@ class _Run:
             ) from error
         finally:
             lean.remove()
+            config.use_cache = use_cache
         seconds = time.perf_counter() - started
         if stop.received is not None:
             return self._interrupted(record, seconds)
