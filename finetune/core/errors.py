@@ -81,26 +81,32 @@ class FinetuneError(Exception):
 
     @property
     def what(self) -> str:
+        """What is wrong, in one clause."""
         return self.problems[0].what
 
     @property
     def where(self) -> str:
+        """Where: file, line, key, module."""
         return self.problems[0].where
 
     @property
     def got(self) -> str:
+        """The offending value."""
         return self.problems[0].got
 
     @property
     def want(self) -> str:
+        """What would be accepted."""
         return self.problems[0].want
 
     @property
     def near(self) -> str:
+        """The nearest valid name."""
         return self.problems[0].near
 
     @property
     def fix(self) -> str:
+        """One concrete thing to type."""
         return self.problems[0].fix
 
     def __str__(self) -> str:

@@ -110,8 +110,7 @@ def write_manifest(folder: Path) -> None:
     """Writes ``manifest.json``, the mark of completeness: size in bytes and SHA-256 of every other file."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     entries = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": hash_file(path)}
-        for path in files
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": hash_file(path)} for path in files
     }
     write_json(folder / MANIFEST, {"files": entries})
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from finetune.core.errors import DataError, nearest
 from finetune.core.shipped import resolve_data_path
-from finetune.data.jsonlines import BadRow, decode_text, parse_lines, parse_object
+from finetune.data.jsonlines import BadRowError, decode_text, parse_lines, parse_object
 from finetune.data.records import DataSource
 
 __all__ = ["Row", "read_rows"]
 
-Row = tuple[int | None, dict[str, Any] | BadRow]
+Row = tuple[int | None, dict[str, Any] | BadRowError]
 """Line in the file, counted from 1, or None; and the row, or what is wrong with it."""
 
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -49,7 +49,7 @@ def _read_file(path: Path, suffix: str) -> Iterator[Row]:
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         text = decode_text(content)
-    except BadRow as bad:
+    except BadRowError as bad:
         raise DataError(bad.reason, where=str(path), got=bad.detail) from bad
     except (gzip.BadGzipFile, EOFError) as error:
         raise DataError("the file is not a whole gzip file", where=str(path), got=str(error)) from error
@@ -74,7 +74,7 @@ def _read_json(path: Path, text: str) -> Iterator[Row]:
     for row in rows:
         try:
             yield None, parse_object(json.dumps(row))
-        except BadRow as bad:
+        except BadRowError as bad:
             yield None, bad
 
 
@@ -90,7 +90,7 @@ def _read_csv(path: Path, text: str) -> Iterator[Row]:
                 continue
             if len(cells) != len(header):
                 detail = f"{len(cells)} cells, {len(header)} columns"
-                yield reader.line_num, BadRow("the row has another number of cells than the header", detail)
+                yield reader.line_num, BadRowError("the row has another number of cells than the header", detail)
             else:
                 yield reader.line_num, {name: cell for name, cell in zip(header, cells, strict=True) if cell}
     except csv.Error as error:
@@ -127,7 +127,7 @@ def _read_hub(source: DataSource) -> Iterator[Row]:
 
     try:
         loaded = datasets.load_dataset(source.path, source.subset)
-    except Exception as error:  # noqa: BLE001 - the hub's client raises a dozen unrelated classes
+    except Exception as error:
         raise DataError(
             "the data set is neither a file nor reachable on the hub",
             where=f"data: {source.path}",
@@ -141,7 +141,9 @@ def _rows_of(loaded: Any, split: str | None, where: str) -> Iterator[Row]:
     if isinstance(loaded, dict):
         name = split or "train"
         if name not in loaded:
-            raise DataError(f"there is no split {name!r}", where=where, want=", ".join(loaded), near=nearest(name, loaded))
+            raise DataError(
+                f"there is no split {name!r}", where=where, want=", ".join(loaded), near=nearest(name, loaded)
+            )
         loaded = loaded[name]
     for row in loaded:
         yield None, {key: value for key, value in row.items() if value is not None}

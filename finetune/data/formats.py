@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from finetune.data.jsonlines import BadRow
+from finetune.data.jsonlines import BadRowError
 from finetune.data.records import Message
 
 __all__ = ["COLUMNS", "convert", "detect"]
@@ -46,16 +46,18 @@ def convert(row: Mapping[str, Any], format_name: str) -> tuple[Parts, dict[str, 
     """Returns what is said in ``row``, and its other columns.
 
     Raises:
-        BadRow: A column is missing, or holds something else than it should.
+        BadRowError: A column is missing, or holds something else than it should.
     """
     missing = [column for column in COLUMNS[format_name] if row.get(column) is None]
     if missing:
-        raise BadRow("a column is missing", f"{missing[0]!r} of format {format_name}; the row has {', '.join(row)}")
+        raise BadRowError(
+            "a column is missing", f"{missing[0]!r} of format {format_name}; the row has {', '.join(row)}"
+        )
     messages, text = _CONVERTERS[format_name](row)
     if messages and not any(message.role == "assistant" for message in messages):
-        raise BadRow("there is no answer to learn")
+        raise BadRowError("there is no answer to learn")
     if any(message.role == "assistant" and not message.content.strip() for message in messages):
-        raise BadRow("an answer is empty")
+        raise BadRowError("an answer is empty")
     used = {*_USED, "text"} if format_name == "text" else _USED
     return (messages, text), {name: value for name, value in row.items() if name not in used}
 
@@ -74,8 +76,10 @@ def _alpaca(row: Mapping[str, Any]) -> Parts:
     prompt = instruction if given.strip().lower() in _NO_INPUT else f"{instruction}\n{given}"
     history = row.get("history") or []
     if not isinstance(history, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in history):
-        raise BadRow("history is not a list of pairs", repr(history)[:60])
-    earlier = [Message(role, str(said)) for pair in history for role, said in zip(("user", "assistant"), pair, strict=True)]
+        raise BadRowError("history is not a list of pairs", repr(history)[:60])
+    earlier = [
+        Message(role, str(said)) for pair in history for role, said in zip(("user", "assistant"), pair, strict=True)
+    ]
     turns = (*earlier, Message("user", prompt), Message("assistant", _text(row, "output")))
     return _with_system(row, turns), ""
 
@@ -92,7 +96,7 @@ def _prompt_completion(row: Mapping[str, Any]) -> Parts:
 def _plain_text(row: Mapping[str, Any]) -> Parts:
     text = _text(row, "text")
     if not text.strip():
-        raise BadRow("the text is empty")
+        raise BadRowError("the text is empty")
     return (), text
 
 
@@ -110,7 +114,7 @@ def _text(row: Mapping[str, Any], column: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise BadRow("a text column holds no text", f"{column}: {value!r}"[:80])
+        raise BadRowError("a text column holds no text", f"{column}: {value!r}"[:80])
     return value
 
 
@@ -121,16 +125,16 @@ def _with_system(row: Mapping[str, Any], turns: tuple[Message, ...]) -> tuple[Me
 
 def _turns(value: Any, column: str, role_key: str, content_key: str) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
-        raise BadRow("the conversation is not a list of turns", f"{column}: {value!r}"[:80])
+        raise BadRowError("the conversation is not a list of turns", f"{column}: {value!r}"[:80])
     return tuple(_turn(turn, role_key, content_key) for turn in value)
 
 
 def _turn(turn: Any, role_key: str, content_key: str) -> Message:
     if not isinstance(turn, Mapping) or role_key not in turn:
-        raise BadRow(f"a turn has no {role_key!r}", repr(turn)[:80])
+        raise BadRowError(f"a turn has no {role_key!r}", repr(turn)[:80])
     role = _ROLES.get(str(turn[role_key]))
     if role is None:
-        raise BadRow("a turn has an unknown role", f"{turn[role_key]!r}; known are {', '.join(_ROLES)}")
+        raise BadRowError("a turn has an unknown role", f"{turn[role_key]!r}; known are {', '.join(_ROLES)}")
     content = _content(turn.get(content_key))
     calls = turn.get("tool_calls")
     return Message(role, content + json.dumps(calls, ensure_ascii=False) if calls else content)
@@ -141,8 +145,8 @@ def _content(value: Any) -> str:
         return ""
     if isinstance(value, list):
         if any(not isinstance(part, Mapping) or part.get("type", "text") != "text" for part in value):
-            raise BadRow("a message holds something else than text", repr(value)[:80])
+            raise BadRowError("a message holds something else than text", repr(value)[:80])
         return "".join(_content(part.get("text", part.get("value"))) for part in value)
     if not isinstance(value, str):
-        raise BadRow("a message's content is no text", repr(value)[:80])
+        raise BadRowError("a message's content is no text", repr(value)[:80])
     return value

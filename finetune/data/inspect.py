@@ -15,7 +15,7 @@ __all__ = ["inspect_rows", "mark_loss"]
 
 
 def inspect_rows(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase, count: int) -> list[dict[str, Any]]:
-    """Returns the first ``count`` examples: ``text`` with the loss in brackets, and ``tokens`` with id, text and loss."""
+    """Returns the first ``count`` examples: ``text`` with the loss in brackets, ``tokens`` with id, text and loss."""
     rows = []
     for row in prepared.dataset.select(range(min(count, len(prepared.dataset)))):
         tokens = [
@@ -32,7 +32,7 @@ def mark_loss(input_ids: list[int], labels: list[int], tokenizer: PreTrainedToke
     learned = [label != IGNORED for label in labels]
     for end in range(1, len(input_ids) + 1):
         if end == len(input_ids) or learned[end] != learned[start]:
-            text = tokenizer.decode(input_ids[start:end])
+            text = str(tokenizer.decode(input_ids[start:end]))
             pieces.append(f"[{text}]" if learned[start] else text)
             start = end
     return "".join(pieces)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from finetune.core.errors import ConfigError, DataError, Problem, list_choices, nearest
 from finetune.data.files import read_rows
 from finetune.data.formats import COLUMNS, convert, detect
-from finetune.data.jsonlines import BadRow
+from finetune.data.jsonlines import BadRowError
 from finetune.data.records import Conversation, DataSource, Dropped, Message
 
 __all__ = ["load_conversations"]
@@ -53,7 +53,7 @@ def load_conversations(
         if not rows:
             reasons = sorted({row.reason for row in bad})
             raise DataError("no row of the data can be used", where=source.path, got="; ".join(reasons) or "no rows")
-        conversations += _weighted(rows, source.weight, random.Random(f"{seed} {source.path}"))  # noqa: S311
+        conversations += _weighted(rows, source.weight, random.Random(f"{seed} {source.path}"))
         dropped += bad
     return conversations, dropped
 
@@ -72,11 +72,11 @@ def _read(
     good, bad = [], []
     for number, (line, row) in enumerate(read_rows(source)):
         try:
-            if isinstance(row, BadRow):
+            if isinstance(row, BadRowError):
                 raise row
             named = {theirs.get(name, name): value for name, value in row.items()}
             good.append(_conversation(named, format_name, system, str(number), source.path, line))
-        except BadRow as reason:
+        except BadRowError as reason:
             bad.append(Dropped(source.path, line, str(number), reason.reason, reason.detail))
     return good, bad
 
@@ -87,7 +87,7 @@ def _conversation(
     found = detect(row) if format_name == "auto" else format_name
     if found is None:
         wanted = "; ".join(f"{name}: {', '.join(columns)}" for name, columns in COLUMNS.items())
-        raise BadRow("the columns fit no format", f"{', '.join(row)} (formats: {wanted})")
+        raise BadRowError("the columns fit no format", f"{', '.join(row)} (formats: {wanted})")
     (messages, text), extra = convert(row, found)
     if system is not None and messages and messages[0].role != "system":
         messages = (Message("system", system), *messages)
@@ -102,7 +102,7 @@ def _tools(value: Any) -> tuple[Any, ...]:
     try:
         return tuple(json.loads(value)) if isinstance(value, str) else tuple(value)
     except (ValueError, TypeError) as error:
-        raise BadRow("tools is not a JSON list", repr(value)[:60]) from error
+        raise BadRowError("tools is not a JSON list", repr(value)[:60]) from error
 
 
 def _weighted(rows: list[Conversation], weight: float, generator: random.Random) -> list[Conversation]:

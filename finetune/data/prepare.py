@@ -65,7 +65,7 @@ class PreparedData:
     @property
     def longest_labels(self) -> int:
         """Most tokens of one row that carry loss."""
-        return max(sum(label != IGNORED for label in labels) for labels in self.dataset["labels"])
+        return max(sum(int(label != IGNORED) for label in labels) for labels in self.dataset["labels"])
 
     def example(self, position: int) -> str:
         """Returns the text of an example with what carries loss in square brackets."""
@@ -264,7 +264,9 @@ def _check(
         reasons = Counter(row.reason for row in gone)
         examples = "; ".join(f"{row.source}:{row.line or row.id} {row.detail}" for row in gone[:3])
         raise DataError(
-            f"{len(gone)} of {total + len(unusable)} rows cannot be used" if len(dataset) else "no row is left to train on",
+            f"{len(gone)} of {total + len(unusable)} rows cannot be used"
+            if len(dataset)
+            else "no row is left to train on",
             where="data",
             got=", ".join(f"{count} {reason}" for reason, count in reasons.most_common()) + f" (first: {examples})",
             want=f"at most {max_dropped:.0%} dropped",
@@ -292,7 +294,7 @@ def _fingerprint(
     conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]
 ) -> str:
     digest = hashlib.sha256(json.dumps([_FORM, options, tokenizer.chat_template], sort_keys=True).encode())
-    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    backend: Any = tokenizer.backend_tokenizer
     digest.update(backend.to_str().encode())
     for row in conversations:
         turns = [[message.role, message.content] for message in row.messages]

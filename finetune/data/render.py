@@ -7,6 +7,7 @@ positions: never a search for token ids, so an EOS that is also the padding toke
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -69,7 +70,7 @@ def render_all(
 
 
 def render_prompt(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns the tokens after which the model answers ``messages``: the start of the training example, token for token."""
+    """Returns the tokens after which the model answers: the start of the training example, token for token."""
     text = _apply_template(messages, tokenizer, generation=True)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
@@ -94,17 +95,12 @@ def _text_and_spans(
     return whole, [_answer_span(conversation, tokenizer, whole, position) for position in answers]
 
 
-def _answer_span(
-    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, whole: str, position: int
-) -> Span:
-    """Returns the characters of the answer at ``position``: what follows the generation prompt, with its end of turn."""
-    messages, options = conversation.messages, {"tools": conversation.tools, "where": conversation.where}
-    before = _apply_template(messages[:position], tokenizer, generation=True, **options)
-    through = (
-        whole
-        if position == len(messages) - 1
-        else _apply_template(messages[: position + 1], tokenizer, **options)
-    )
+def _answer_span(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, whole: str, position: int) -> Span:
+    """Returns the characters of the answer at ``position``: from the generation prompt to its end of turn."""
+    messages = conversation.messages
+    apply = functools.partial(_apply_template, tools=conversation.tools, where=conversation.where)
+    before = apply(messages[:position], tokenizer, generation=True)
+    through = whole if position == len(messages) - 1 else apply(messages[: position + 1], tokenizer)
     # A newline after the end-of-turn token is the template's, not the answer's.
     through = through.rstrip()
     if not (whole.startswith(through) and through.startswith(before)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from finetune.core.errors import CapabilityError, ConfigError, list_choices, nearest
 from finetune.export.merge import merge_run, require_empty
@@ -64,7 +65,7 @@ def _export_delta(run: Path, folder: Path, out: Path) -> None:
     recorded = json.loads((folder / DELTA_CONFIG).read_text(encoding="utf-8"))
     method = build_method({"name": recorded["method"], **recorded["config"]})
     base = base_of(run) or recorded["base_model"]
-    tied = "keep" if recorded.get("tied", True) else "untie"
+    tied: Literal["keep", "untie"] = "keep" if recorded.get("tied", True) else "untie"
     method.attach(load_model(base, dtype="float32", tied=tied))
     method.load(folder)
     method.export_lora(out)

@@ -51,7 +51,9 @@ def _time_linear(device: torch.device, dtype: torch.dtype) -> float:
     return _best_seconds(forward_and_backward)
 
 
-def best_attention(*, device: torch.device, dtype: torch.dtype, batch: int, heads: int, head_dim: int, length: int) -> str:
+def best_attention(
+    *, device: torch.device, dtype: torch.dtype, batch: int, heads: int, head_dim: int, length: int
+) -> str:
     """Returns ``eager`` or ``sdpa``, whichever is faster forward and backward on the CPU for such rows.
 
     Args:
@@ -66,9 +68,7 @@ def best_attention(*, device: torch.device, dtype: torch.dtype, batch: int, head
 
     if device.type != "cpu" or length > _EAGER_MAX_LENGTH:
         return "sdpa"
-    query, key, value = (
-        torch.randn(batch, heads, length, head_dim, dtype=dtype, requires_grad=True) for _ in range(3)
-    )
+    query, key, value = (torch.randn(batch, heads, length, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
     mask = torch.full((length, length), torch.finfo(dtype).min, dtype=dtype).triu(1).expand(batch, 1, -1, -1)
 
     def eager() -> torch.Tensor:

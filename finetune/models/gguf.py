@@ -7,6 +7,7 @@ save or train it. The tensors go into a fresh model made from the config; logits
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from finetune.core.errors import ConfigError
 from finetune.core.files import cache_folder, hash_file, replaced_folder
@@ -49,7 +50,8 @@ def _convert(file: Path, folder: Path) -> None:
         del quantised.config.quantization_config
         # The name inside the file is the uploader's; a path is what base_model_name_or_path of an adapter needs.
         quantised.config._name_or_path = str(folder)
-        model = AutoModelForCausalLM.from_config(quantised.config, dtype=quantised.dtype)
+        auto: Any = AutoModelForCausalLM
+        model = auto.from_config(quantised.config, dtype=quantised.dtype)
         model.load_state_dict(quantised.state_dict())
         model.tie_weights()
         model.generation_config = quantised.generation_config

@@ -18,9 +18,7 @@ __all__ = ["check_model", "load_config", "load_model", "load_tokenizer", "resolv
 _MODALITIES = ("vision_config", "audio_config", "speech_config")
 
 
-def load_config(
-    name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False
-) -> PreTrainedConfig:
+def load_config(name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Returns the config of a causal LM, without its weights.
 
     Raises:
@@ -130,6 +128,7 @@ def load_model(
     import torch
     from transformers import AutoModelForCausalLM
 
+    auto: Any = AutoModelForCausalLM
     config = load_config(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     target = resolve_device(device)
     options: dict[str, Any] = {
@@ -139,11 +138,11 @@ def load_model(
     }
     if meta:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **options)
+            model = auto.from_config(config, **options)
     else:
         source = resolve_source(name_or_path)
         try:
-            model = AutoModelForCausalLM.from_pretrained(source, revision=revision, **options).to(target)
+            model = auto.from_pretrained(source, revision=revision, **options).to(target)
         except (OSError, ValueError, ImportError) as error:
             raise _unreachable(name_or_path, error) from error
     if tied == "untie":

@@ -41,7 +41,9 @@ def base_of(target: Path) -> str | None:
     return None
 
 
-def load_tuned(target: str | Path, *, base: str | None = None, **options: Any) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+def load_tuned(
+    target: str | Path, *, base: str | None = None, **options: Any
+) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """Returns the model and tokenizer of a run directory, its ``final``, an adapter folder, or a plain model.
 
     Args:

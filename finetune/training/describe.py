@@ -150,9 +150,16 @@ def _evaluation_lines(evaluation: dict[str, list[dict[str, Any]]]) -> list[tuple
         metric = result["metric"]
         earlier = before.get((result["task"], metric))
         start = "" if earlier is None else f"{_value(metric, earlier['value'])} -> "
-        bounds = "" if result["low"] is None else f"95 % {_value(metric, result['low'])} to {_value(metric, result['high'])}, "
+        bounds = (
+            ""
+            if result["low"] is None
+            else f"95 % {_value(metric, result['low'])} to {_value(metric, result['high'])}, "
+        )
         lines.append(
-            ("task", f"{result['task']} {metric}  {start}{_value(metric, result['value'])}  ({bounds}{result['n']} rows)")
+            (
+                "task",
+                f"{result['task']} {metric}  {start}{_value(metric, result['value'])}  ({bounds}{result['n']} rows)",
+            )
         )
         for group, (value, count) in result["groups"].items():
             lines.append(("", f"  {group}: {_value(metric, value)} of {count} rows"))

@@ -70,9 +70,7 @@ class InFlightChecks(TrainerCallback):
                 fix="targets that the forward pass uses",
             )
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Checks what moved (F2)."""
         self._steps += 1
         if self._steps != self._after:
@@ -107,9 +105,7 @@ class StopOnSignal(TrainerCallback):
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._receive)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Asks for a checkpoint and the end, on all processes at the same step."""
         if self._anyone_received(args.device):
             control.should_save = True

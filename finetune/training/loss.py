@@ -29,7 +29,7 @@ _IGNORED = -100
 
 
 def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor) -> Tensor:
-    """Returns the summed cross entropy of ``softmax(hidden W^T + bias)``, float32, holding :data:`CHUNK` rows of logits."""
+    """Returns the summed cross entropy of ``hidden W^T + bias``, float32, holding :data:`CHUNK` rows of logits."""
     if len(target_N) <= CHUNK:
         logits = F.linear(hidden_ND, weight_VD, bias_V).float()
         return F.cross_entropy(logits, target_N, reduction="sum")
@@ -52,9 +52,9 @@ class LeanLoss:
         form: ``chunked``, ``selected`` (logits of the labelled positions exist at once), or ``stock``.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self._model: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self._head: nn.Module = self._model.get_output_embeddings()
+        self._head: Any = self._model.get_output_embeddings()
         self._labels: Tensor | None = None
         self._stock_loss = self._model.loss_function
         self.form = "stock"
@@ -87,7 +87,7 @@ class LeanLoss:
         self._before = self._model.register_forward_pre_hook(self._take_labels, with_kwargs=True)
         self._after = self._model.register_forward_hook(self._drop_labels, always_call=True)
         self._head_forward = self._head.forward
-        self._head.forward = self._forward_head  # type: ignore[method-assign]
+        self._head.forward = self._forward_head
         self._model.loss_function = self._loss
 
     def _take_labels(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -98,7 +98,8 @@ class LeanLoss:
 
     def _forward_head(self, hidden_BTD: Tensor) -> Tensor:
         if self._labels is None:
-            return self._head_forward(hidden_BTD)
+            logits: Tensor = self._head_forward(hidden_BTD)
+            return logits
         labelled_BT = self._labels[:, 1:] != _IGNORED
         hidden_1ND = hidden_BTD[:, :-1][labelled_BT].unsqueeze(0)
         return hidden_1ND if self.form == "chunked" else self._head_forward(hidden_1ND)
@@ -110,14 +111,14 @@ class LeanLoss:
         target_N = shifted[shifted != _IGNORED]
         if self.form == "chunked":
             weight, bias = self._head.weight, self._head.bias
-            total = linear_cross_entropy(logits[0], weight, bias, target_N)  # type: ignore[arg-type]
+            total = linear_cross_entropy(logits[0], weight, bias, target_N)
         else:
             total = F.cross_entropy(logits[0].float(), target_N, reduction="sum")
         return total / (target_N.numel() if num_items_in_batch is None else num_items_in_batch)
 
     @torch.no_grad()
     def _probe(self, model: nn.Module) -> Tensor:
-        ids = torch.arange(8, device=self._head.weight.device).reshape(1, 8) % self._model.config.vocab_size  # type: ignore[union-attr]
+        ids = torch.arange(8, device=self._head.weight.device).reshape(1, 8) % self._model.config.vocab_size
         labels = ids.clone()
         labels[:, :3] = _IGNORED
         loss: Tensor = model(input_ids=ids, labels=labels).loss

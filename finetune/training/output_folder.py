@@ -100,7 +100,9 @@ def checkpoint_to_resume(run: Path, resume: str | None) -> Path | None:
         )
     if newest is None:
         if skipped:
-            raise CheckpointError("no checkpoint of the run is complete", where=str(run), fix="--overwrite to start anew")
+            raise CheckpointError(
+                "no checkpoint of the run is complete", where=str(run), fix="--overwrite to start anew"
+            )
         if not (run / RECORD).is_file():
             raise CheckpointError("there is no run to resume", where=str(run), fix="finetune train without --resume")
     return newest

@@ -63,17 +63,15 @@ class Plan:
     def rows_per_step(self) -> int:
         """Examples of one optimizer step over all processes."""
         arguments = self.arguments
-        return (
-            arguments.per_device_train_batch_size
-            * arguments.gradient_accumulation_steps
-            * max(1, arguments.world_size)
+        return int(
+            arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * max(1, arguments.world_size)
         )
 
     @property
     def steps(self) -> int:
         """Optimizer steps of the whole run."""
         if self.arguments.max_steps > 0:
-            return self.arguments.max_steps
+            return int(self.arguments.max_steps)
         return math.ceil(math.ceil(len(self.train.dataset) / self.rows_per_step) * self.arguments.num_train_epochs)
 
     def identity(self) -> dict[str, Any]:
@@ -108,7 +106,7 @@ def make_plan(recipe: Recipe, *, meta: bool = False, limit: int | None = None) -
     transformers.set_seed(recipe.seed)
     method = build_method(recipe.method)
     section = recipe.model
-    source = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
+    source: dict[str, Any] = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
     config = load_config(section.name_or_path, **source)
     tokenizer = load_tokenizer(section.name_or_path, chat_template=recipe.data.chat_template, **source)
     arguments = _training_arguments(recipe)
@@ -184,7 +182,7 @@ def _training_arguments(recipe: Recipe) -> TrainingArguments:
             **given,
             output_dir=recipe.output_dir,
             seed=recipe.seed,
-            report_to=recipe.report_to,
+            report_to=[recipe.report_to] if isinstance(recipe.report_to, str) else list(recipe.report_to),
             use_cpu=on_cpu,
             # With the filter a NaN step is logged as loss 0.0 and the run goes on.
             logging_nan_inf_filter=False,

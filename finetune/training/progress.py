@@ -117,9 +117,7 @@ class ProgressDisplay(TrainerCallback):
         self._bar.start()
         self._task = self._bar.add_task("train", total=state.max_steps, completed=state.global_step, numbers="")
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Moves the bar."""
         if self._bar is not None:
             self._bar.update(self._task, completed=state.global_step)

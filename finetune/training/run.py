@@ -99,9 +99,7 @@ def _dry_run(loaded: LoadedRecipe, run: Path, console: Console) -> RunResult:
 class _Run:
     """The steps of one run, in order; each leaves the run directory readable."""
 
-    def __init__(
-        self, loaded: LoadedRecipe, plan: Plan, run: Path, console: Console, checkpoint: Path | None
-    ) -> None:
+    def __init__(self, loaded: LoadedRecipe, plan: Plan, run: Path, console: Console, checkpoint: Path | None) -> None:
         self.loaded, self.plan, self.run, self.console, self.checkpoint = loaded, plan, run, console, checkpoint
         self.is_main = plan.arguments.process_index == 0
 
@@ -116,7 +114,7 @@ class _Run:
             self._write_inputs()
             text = describe_plan(self.plan, estimate, self.run)
             self.console.print(text, highlight=False, soft_wrap=True, markup=False)
-        self.plan.arguments.distributed_state.wait_for_everyone()  # type: ignore[union-attr]
+        self.plan.arguments.distributed_state.wait_for_everyone()
         record = RunRecord(self.run, describe_record(self.loaded, self.plan, estimate, before))
         if self.is_main:
             record.update()

@@ -43,9 +43,9 @@ class EpochSampler(Sampler[int]):
         if not self._group_by_length:
             return list(shuffled.tolist())
         batches = []
-        for group in shuffled.split(self._batch_size * _BATCHES_PER_GROUP):
+        for group in _cut(shuffled, self._batch_size * _BATCHES_PER_GROUP):
             by_length = group[self._lengths[group].argsort(descending=True, stable=True)]
-            batches += list(by_length.split(self._batch_size))
+            batches += _cut(by_length, self._batch_size)
         # Only whole batches move: one that is cut short in the middle would shift all rows after it.
         whole = [batch for batch in batches if len(batch) == self._batch_size]
         rest = [batch for batch in batches if len(batch) < self._batch_size]
@@ -68,3 +68,7 @@ class EpochSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return len(self._lengths)
+
+
+def _cut(rows: torch.Tensor, size: int) -> list[torch.Tensor]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]

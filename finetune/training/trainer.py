@@ -1,4 +1,4 @@
-"""Stock ``transformers.Trainer`` with small whole checkpoints, an order of its own, and a stop at the first bad step."""
+"""Stock ``transformers.Trainer`` with small whole checkpoints, its own order, and a stop at the first bad step."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ class FinetuneTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
         return self.sampler
 
-    def _run_epoch(self, *args: Any, epoch: int, **kwargs: Any) -> None:
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # accelerate does not reach a sampler under the wrapper that skips batches on resume.
-        self.sampler.set_epoch(epoch)
-        super()._run_epoch(*args, epoch=epoch, **kwargs)
+        self.sampler.set_epoch(kwargs["epoch"])
+        super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Stops before the optimizer step where the gradient is not finite: no healthy state is ever overwritten."""
         if grad_norm is None:
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
             grad_norm = torch.nn.utils.get_total_norm(gradients)
         norm = float(grad_norm)
         if not math.isfinite(norm):
@@ -85,7 +85,7 @@ class FinetuneTrainer(Trainer):
         return str(self._staging) if self._staging is not None else str(super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        run = Path(self.args.output_dir)
+        run = Path(str(self.args.output_dir))
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.state.best_global_step:
             self.state.best_model_checkpoint = str(run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
@@ -108,7 +108,7 @@ class FinetuneTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self.args.should_save:
-            self.method.save(Path(output_dir or self.args.output_dir))
+            self.method.save(Path(str(output_dir or self.args.output_dir)))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.method.load(Path(resume_from_checkpoint))

@@ -1,1 +1,1 @@
-"""Autograd functions and in-place overlays that the families share; the only part of this package that imports torch."""
+"""Autograd functions and in-place overlays that the families share; the only modules here that import torch."""

@@ -8,7 +8,8 @@ forward only routes gradients to. After every optimizer step :meth:`ColumnSlice.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ class _SlicedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x_TN: Tensor, weight_MN: Tensor, columns_MK: Tensor, index_K: Tensor, bias_M: Tensor | None
     ) -> Tensor:
         selected = x_TN.index_select(-1, index_K) if ctx.needs_input_grad[2] else None
@@ -34,7 +35,7 @@ class _SlicedLinear(torch.autograd.Function):
         return F.linear(x_TN, weight_MN, bias_M)
 
     @staticmethod
-    def backward(ctx: Any, grad_TM: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_TM: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
         weight_MN, selected_TK = ctx.saved_tensors
         grad_x = grad_TM @ weight_MN if ctx.needs_input_grad[0] else None
         grad_columns = None
@@ -44,6 +45,10 @@ class _SlicedLinear(torch.autograd.Function):
         return grad_x, None, grad_columns, None, None
 
 
+# torch does not annotate it.
+_apply: Callable[..., Any] = _SlicedLinear.apply
+
+
 class ColumnSlice(nn.Module):
     """What :func:`slice_columns` adds to a layer's class; names and tensors of the layer stay those of the base.
 
@@ -51,18 +56,16 @@ class ColumnSlice(nn.Module):
         columns: Trained values of the selected columns, float32 (M, K); the master of a 16-bit weight.
         column_index: Selected columns, int64 (K,), ascending.
         column_base: The base's values of these columns, (M, K) in the weight's dtype.
+        column_axis: The axis of the stored weight that the columns lie on.
     """
 
     columns: nn.Parameter
     column_index: Tensor
     column_base: Tensor
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    @property
-    def column_axis(self) -> int:
-        """The axis of the stored weight that the columns lie on."""
-        return 0 if isinstance(self, Conv1D) else 1
+    column_axis: ClassVar[int]
+    plain: ClassVar[type[nn.Module]]
+    weight: Any
+    bias: Any
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns ``x W^T + b`` in the layer's dtype, or the autocast dtype where autocast is on."""
@@ -70,7 +73,7 @@ class ColumnSlice(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        return cast(Tensor, _SlicedLinear.apply(x, weight, self.columns, self.column_index, bias))
+        return cast(Tensor, _apply(x, weight, self.columns, self.column_index, bias))
 
     @torch.no_grad()
     def write(self) -> None:
@@ -84,7 +87,7 @@ class ColumnSlice(nn.Module):
 
     @torch.no_grad()
     def select(self, index: Tensor, columns: Tensor | None = None) -> None:
-        """Gives the current columns back their base values and trains ``index`` (K,) instead, from ``columns`` (M, K)."""
+        """Gives the current columns their base values back; trains ``index`` (K,) instead, from ``columns`` (M, K)."""
         weight = oriented_weight(self)
         weight.index_copy_(1, self.column_index, self.column_base)
         self.column_index.copy_(index)
@@ -108,11 +111,13 @@ class ColumnSlice(nn.Module):
 
 
 class _SlicedLinearLayer(ColumnSlice, nn.Linear):
-    pass
+    column_axis = 1
+    plain = nn.Linear
 
 
-class _SlicedConv1DLayer(ColumnSlice, Conv1D):  # type: ignore[misc]
-    pass
+class _SlicedConv1DLayer(ColumnSlice, Conv1D):
+    column_axis = 0
+    plain = Conv1D
 
 
 _SLICED: dict[type[nn.Module], type[ColumnSlice]] = {nn.Linear: _SlicedLinearLayer, Conv1D: _SlicedConv1DLayer}
@@ -152,5 +157,5 @@ def slice_columns(layer: nn.Module, index: Tensor) -> ColumnSlice:
 def unslice_columns(layer: ColumnSlice) -> nn.Module:
     """Makes ``layer`` the plain layer again; its weight keeps the trained columns."""
     del layer.columns, layer.column_index, layer.column_base
-    layer.__class__ = nn.Linear if isinstance(layer, nn.Linear) else Conv1D
+    layer.__class__ = layer.plain  # type: ignore[assignment]
     return layer

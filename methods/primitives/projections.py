@@ -1,4 +1,4 @@
-"""Where the blocks of a causal LM write to the residual stream: the last linear of attention and of the feed-forward."""
+"""Where the blocks of a causal LM write to the residual stream: the last linears of attention and feed-forward."""
 
 from __future__ import annotations
 

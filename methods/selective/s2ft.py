@@ -92,7 +92,7 @@ class S2FT(Method):
         return model
 
     def _groups(self, model: nn.Module, candidates: frozenset[str]) -> list[tuple[list[str], int, float]]:
-        """Returns, for attention and feed-forward, the layers' names, the columns of one unit, and the share to train."""
+        """Returns for attention and feed-forward: the layers' names, the columns of a unit, the share to train."""
         from finetune.methods.primitives.projections import find_output_projections, in_features
 
         found = find_output_projections(model)
@@ -128,7 +128,9 @@ class S2FT(Method):
         for name in names:
             if not can_slice(model.get_submodule(name)):
                 layer = type(model.get_submodule(name)).__name__
-                raise TargetError(f"s2ft cannot slice a {layer}", where=name, want=wanted, fix="an unquantised base model")
+                raise TargetError(
+                    f"s2ft cannot slice a {layer}", where=name, want=wanted, fix="an unquantised base model"
+                )
 
     def _choose(
         self, layers: dict[str, nn.Module], width: int, share: float, generator: torch.Generator
@@ -150,7 +152,7 @@ class S2FT(Method):
         chosen = {}
         for (name, layer), count, quota in zip(layers.items(), counts, quotas, strict=True):
             # On the meta device there are no values to score: a dry run needs the counts only.
-            if self.config.select == "random" or layer.weight.is_meta:  # type: ignore[operator, union-attr]
+            if self.config.select == "random" or layer.weight.is_meta:
                 units = torch.randperm(count, generator=generator)[:quota]
             else:
                 norms = oriented_weight(layer).detach().float().square().sum(0).reshape(count, width).sum(1)
@@ -164,7 +166,7 @@ class S2FT(Method):
         empty, unit = quotas.count(0), "attention head" if width > 1 else "channel"
         if quotas and empty:
             warnings.warn(
-                f"s2ft trains no {unit} in {empty} of {len(quotas)} layers: the ratio is less than one {unit} per layer, "
+                f"s2ft trains no {unit} in {empty} of {len(quotas)} layers: the ratio is below one {unit} per layer, "
                 "so these layers learn through the others only",
                 FinetuneWarning,
                 stacklevel=2,
@@ -175,7 +177,7 @@ class S2FT(Method):
             layer.write()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns ``NAME.weight.{index, value, base}`` per sliced layer: int32 (K,), float32 (M, K), base dtype (M, K)."""
+        """Returns per layer ``NAME.weight.{index, value, base}``: int32 (K,), float32 (M, K), base dtype (M, K)."""
         import torch
 
         state = {}
@@ -186,6 +188,7 @@ class S2FT(Method):
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Trains the columns of ``state`` instead of those chosen at :meth:`attach`; strict."""
         import torch
 
         require_same_shapes(self.state_dict(), state)
@@ -199,15 +202,18 @@ class S2FT(Method):
                 )
 
     def save(self, folder: str | Path) -> None:
+        """Writes the slices with their base values, and the metadata."""
         axes = {f"{name}.weight": layer.column_axis for name, layer in self._slices.items()}
         write_learned_state(Path(folder), self.state_dict(), {**self.metadata(), "axes": axes})
 
     def load(self, folder: str | Path) -> None:
+        """Reads what :meth:`save` wrote; strict."""
         state, metadata = read_learned_state(Path(folder))
         require_same_method(self.metadata(), metadata, Path(folder))
         self.load_state_dict(state)
 
     def merge(self) -> nn.Module:
+        """Makes the sliced layers plain again; their weights hold the trained columns already."""
         from finetune.methods.primitives.column_slice import unslice_columns
 
         self._sync.remove()

@@ -7,9 +7,8 @@ Two promises about the test rows, which ``tests/recipes/test_make_data.py`` chec
 * phrasings are held out for a stated share: the rows with ``"group": "unseen_phrasing"`` (27 %) use sentence patterns
   that no training row uses, the others (``seen_phrasing``) patterns that training rows use with other values.
 
-Every prompt begins with ``cron:``, so that the untouched base model is told which notation is wanted. Steps are
-divisors of 60 or 24, for which ``*/n`` means what the words say. Two named days keep their order in the answer (so a
-weekend is ``6,0``).
+Steps are divisors of 60 or 24, for which ``*/n`` means what the words say. Days and months are written by name, as
+crontab(5) allows.
 
 Run ``python -m finetune.recipes.quickstart.make_data [FOLDER]`` to write ``train.jsonl`` and ``test.jsonl`` again.
 """
@@ -28,7 +27,7 @@ __all__ = ["FAMILIES", "Family", "main", "make_rows"]
 
 Item = TypeVar("Item")
 
-TRAIN_ROWS = 2112
+TRAIN_ROWS = 1920
 TEST_ROWS = 300
 UNSEEN_SHARE = 0.27
 HELD_OUT_PERCENT = 12
@@ -40,6 +39,9 @@ MONTHS = (
 DAYS_IN_MONTH = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 MINUTE_STEPS = (2, 3, 4, 5, 6, 10, 12, 15, 20, 30)
 HOUR_STEPS = (2, 3, 4, 6, 8, 12)
+# Around what a family says of the days, ``{when}``, stands the time, ``{t}``.
+FRAMES = ("{when} at {t}", "at {t} {when}", "{when}, {t}", "run {when} at {t}", "run at {t} {when}", "{t} {when}")
+UNSEEN_FRAMES = ("at {t}, {when}", "start {when} at {t}")
 
 
 class Draws:
@@ -91,35 +93,23 @@ def _minute(draws: Draws) -> int:
 def _time(draws: Draws) -> tuple[str, str]:
     """Returns a time of day in words and its first two crontab fields (minute, hour)."""
     hour, minute = draws.below(24), _minute(draws)
-    fields = f"{minute} {hour}"
-    form = draws.below(4)
-    if form == 0:
-        return f"{hour}:{minute:02d}", fields
-    if form == 1:
-        return f"{hour:02d}:{minute:02d}", fields
-    if minute == 0 and hour % 12 == 0:
-        return ("noon" if hour else "midnight"), fields
-    clock = f"{hour % 12 or 12}" + (f":{minute:02d}" if minute else "")
-    return f"{clock} {'am' if hour < 12 else 'pm'}", fields
+    if draws.below(4):
+        return f"{hour}:{minute:02d}", f"{minute} {hour}"
+    if hour % 12 == 0:
+        return ("noon" if hour else "midnight"), f"0 {hour}"
+    return f"{hour % 12} {'am' if hour < 12 else 'pm'}", f"0 {hour}"
 
 
-def _two_distinct(draws: Draws, limit: int) -> tuple[int, int]:
-    first = draws.below(limit)
-    second = draws.below(limit - 1)
-    return first, second + (second >= first)
+def _abbreviated(name: str) -> str:
+    return name[:3].lower()
 
 
 def _minutes_step(draws: Draws) -> tuple[Words, str]:
     step = draws.one_of(MINUTE_STEPS)
     choices = [("", "*"), (" on weekdays", "1-5"), (" on weekends", "6,0")]
-    choices += [(f" on {name}s", str(number)) for number, name in enumerate(DAYS)]
+    choices += [(f" on {name}s", _abbreviated(name)) for name in DAYS]
     days, field = draws.one_of(choices)
     return {"n": str(step), "days": days}, f"*/{step} * * * {field}"
-
-
-def _minutes_window(draws: Draws) -> tuple[Words, str]:
-    step, (first, last) = draws.one_of(MINUTE_STEPS), sorted(_two_distinct(draws, 24))
-    return {"n": str(step), "a": str(first), "b": str(last)}, f"*/{step} {first}-{last} * * *"
 
 
 def _hourly(draws: Draws) -> tuple[Words, str]:
@@ -131,11 +121,6 @@ def _hours_step(draws: Draws) -> tuple[Words, str]:
     step, minute = draws.one_of(HOUR_STEPS), _minute(draws)
     tail = f" at minute {minute}" if minute else ""
     return {"n": str(step), "tail": tail}, f"{minute} */{step} * * *"
-
-
-def _hours_window(draws: Draws) -> tuple[Words, str]:
-    first, last = sorted(_two_distinct(draws, 24))
-    return {"a": str(first), "b": str(last)}, f"0 {first}-{last} * * *"
 
 
 def _daily(draws: Draws) -> tuple[Words, str]:
@@ -154,18 +139,8 @@ def _weekends(draws: Draws) -> tuple[Words, str]:
 
 
 def _day_of_week(draws: Draws) -> tuple[Words, str]:
-    (time, fields), day = _time(draws), draws.below(7)
-    return {"t": time, "d": DAYS[day]}, f"{fields} * * {day}"
-
-
-def _two_days(draws: Draws) -> tuple[Words, str]:
-    (time, fields), (first, second) = _time(draws), _two_distinct(draws, 7)
-    return {"t": time, "d": DAYS[first], "e": DAYS[second]}, f"{fields} * * {first},{second}"
-
-
-def _day_range(draws: Draws) -> tuple[Words, str]:
-    (time, fields), (first, last) = _time(draws), sorted(_two_distinct(draws, 7))
-    return {"t": time, "d": DAYS[first], "e": DAYS[last]}, f"{fields} * * {first}-{last}"
+    (time, fields), day = _time(draws), draws.one_of(DAYS)
+    return {"t": time, "d": day}, f"{fields} * * {_abbreviated(day)}"
 
 
 def _day_of_month(draws: Draws) -> tuple[Words, str]:
@@ -177,12 +152,7 @@ def _date(draws: Draws) -> tuple[Words, str]:
     (time, fields), month = _time(draws), draws.below(12)
     day = 1 + draws.below(DAYS_IN_MONTH[month])
     words = {"t": time, "day": str(day), "month": MONTHS[month]}
-    return words, f"{fields} {day} {month + 1} *"
-
-
-def _month(draws: Draws) -> tuple[Words, str]:
-    (time, fields), month = _time(draws), draws.below(12)
-    return {"t": time, "month": MONTHS[month]}, f"{fields} * {month + 1} *"
+    return words, f"{fields} {day} {_abbreviated(MONTHS[month])} *"
 
 
 def _ordinal(number: int) -> str:
@@ -190,98 +160,55 @@ def _ordinal(number: int) -> str:
     return f"{number}{suffix}"
 
 
+def _timed(draw: Draw, weight: float, seen: Sequence[str], unseen: Sequence[str]) -> Family:
+    """Returns a family whose patterns are frames around what is said of the days; unseen is either of the two."""
+    return Family(
+        draw,
+        weight,
+        tuple(frame.replace("{when}", when) for when in seen for frame in FRAMES),
+        tuple(frame.replace("{when}", when) for when in unseen for frame in FRAMES)
+        + tuple(frame.replace("{when}", when) for when in seen for frame in UNSEEN_FRAMES),
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "minutes_step": Family(
         _minutes_step,
         0.8,
         ("every {n} minutes{days}", "each {n} minutes{days}", "once every {n} minutes{days}",
-         "run every {n} minutes{days}"),
-        ("repeat every {n} minutes{days}", "at intervals of {n} minutes{days}"),
-    ),
-    "minutes_window": Family(
-        _minutes_window,
-        0.9,
-        ("every {n} minutes in hours {a} to {b}", "each {n} minutes from hour {a} to {b}",
-         "hours {a} to {b}, every {n} minutes", "every {n} minutes between hours {a} and {b}"),
-        ("run every {n} minutes during hours {a} to {b}", "from hour {a} through {b}, every {n} minutes"),
+         "run every {n} minutes{days}", "every {n} min{days}"),
+        ("start every {n} minutes{days}", "once each {n} minutes{days}"),
     ),
     "hourly": Family(
         _hourly,
         0.5,
         ("every hour at minute {m}", "{m} minutes past every hour", "hourly at minute {m}",
-         "{m} minutes after each hour"),
-        ("each hour at {m} minutes past", "at minute {m} of every hour"),
+         "{m} minutes after each hour", "run every hour at minute {m}"),
+        ("each hour at minute {m}", "{m} minutes past each hour"),
     ),
     "hours_step": Family(
         _hours_step,
-        0.8,
+        0.6,
         ("every {n} hours{tail}", "each {n} hours{tail}", "once every {n} hours{tail}", "run every {n} hours{tail}"),
-        ("repeat every {n} hours{tail}", "at intervals of {n} hours{tail}"),
+        ("start every {n} hours{tail}", "once each {n} hours{tail}"),
     ),
-    "hours_window": Family(
-        _hours_window,
-        0.7,
-        ("hourly in hours {a} to {b}", "every hour from {a} to {b}", "each hour between {a} and {b}",
-         "hours {a} to {b}, every hour"),
-        ("once an hour from {a} to {b}", "run hourly from {a} through {b}"),
+    "daily": _timed(_daily, 1.0, ("every day", "daily", "each day"), ("once a day",)),
+    "weekdays": _timed(
+        _weekdays, 1.0, ("on weekdays", "every weekday", "on working days"), ("each weekday",)
     ),
-    "daily": Family(
-        _daily,
-        1.0,
-        ("every day at {t}", "daily at {t}", "at {t} every day", "each day at {t}", "run at {t} daily"),
-        ("once a day at {t}", "{t}, seven days a week"),
-    ),
-    "weekdays": Family(
-        _weekdays,
-        1.0,
-        ("weekdays at {t}", "every weekday at {t}", "at {t} on weekdays", "every working day at {t}",
-         "run on weekdays at {t}"),
-        ("{t} each weekday", "on working days at {t}"),
-    ),
-    "weekends": Family(
-        _weekends,
-        1.0,
-        ("weekends at {t}", "every weekend at {t}", "at {t} on weekends", "Saturdays and Sundays at {t}",
-         "run on weekends at {t}"),
-        ("{t} each weekend", "both weekend days at {t}"),
-    ),
-    "day_of_week": Family(
-        _day_of_week,
-        1.4,
-        ("every {d} at {t}", "{d}s at {t}", "at {t} on {d}s", "each {d} at {t}", "run on {d} at {t}"),
-        ("{t} every {d}", "weekly on {d} at {t}"),
-    ),
-    "two_days": Family(
-        _two_days,
-        1.2,
-        ("every {d} and {e} at {t}", "{d}s and {e}s at {t}", "at {t} on {d} and {e}", "on {d} and on {e} at {t}"),
-        ("{t} each {d} and {e}", "twice a week, {d} and {e}, at {t}"),
-    ),
-    "day_range": Family(
-        _day_range,
-        1.1,
-        ("{d} to {e} at {t}", "from {d} to {e} at {t}", "at {t}, {d} through {e}", "{d} through {e} at {t}"),
-        ("{t} from {d} until {e}", "run {d} to {e} at {t}"),
-    ),
-    "day_of_month": Family(
+    "weekends": _timed(_weekends, 1.0, ("on weekends", "every weekend", "on Saturdays and Sundays"), ("each weekend",)),
+    "day_of_week": _timed(_day_of_week, 1.4, ("on {d}s", "every {d}", "each {d}", "on {d}"), ("once a week on {d}",)),
+    "day_of_month": _timed(
         _day_of_month,
-        1.2,
-        ("on day {day} of every month at {t}", "the {th} of each month at {t}", "at {t} on the {th} of the month",
-         "monthly on the {th} at {t}"),
-        ("every month on day {day} at {t}", "{t} on the {th} of every month"),
+        1.4,
+        ("on the {th}", "on day {day} of the month", "on the {th} of each month", "monthly on the {th}"),
+        ("every month on the {th}",),
     ),
-    "date": Family(
+    "date": _timed(
         _date,
         1.4,
-        ("every {month} {day} at {t}", "on {day} {month} at {t}", "at {t} on {month} {day}",
-         "each year on {month} {day} at {t}"),
-        ("yearly on {day} {month} at {t}", "{t} every {month} {day}"),
-    ),
-    "month": Family(
-        _month,
-        1.1,
-        ("every day in {month} at {t}", "daily in {month} at {t}", "at {t} each day of {month}", "in {month} at {t}"),
-        ("{t} on every {month} day", "throughout {month}, daily at {t}"),
+        ("on {month} {day}", "every {month} {day}", "on {day} {month}", "each year on {month} {day}"),
+        ("once a year on {month} {day}",),
     ),
 }  # fmt: skip
 
@@ -310,7 +237,7 @@ def _rows(split: str, group: str, total: int) -> list[dict[str, str]]:
         prompts: set[str] = set()
         while len(prompts) < count:
             words, line = family.draw(draws)
-            prompt = "cron: " + draws.one_of(patterns).format(**words)
+            prompt = draws.one_of(patterns).format(**words)
             if _is_held_out(line) == (split == "test") and prompt not in prompts:
                 prompts.add(prompt)
                 rows.append({"prompt": prompt, "completion": line, "group": group, "family": name})

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import tiny_gpt2, tiny_llama, tiny_tokenizer
 
 from finetune.core.errors import DataError
 from finetune.data.collate import PackingCollator, PaddingCollator
@@ -18,6 +17,7 @@ from finetune.data.prepare import prepare_dataset, split_eval
 from finetune.data.records import Conversation, Message
 from finetune.data.render import IGNORED, render, render_prompt
 from finetune.data.templates import resolve_template, template_names
+from support.tiny import tiny_gpt2, tiny_llama, tiny_tokenizer
 
 TURNS = (
     Message("system", "S"),

@@ -55,7 +55,12 @@ def lines(*rows: dict[str, Any]) -> str:
             ["user: p", "assistant: c"],
         ),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": "b"}]},
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                    {"role": "assistant", "content": "b"},
+                ]
+            },
             ["user: a", "assistant: b"],
         ),
         (
@@ -99,7 +104,9 @@ def test_every_file_kind_gives_the_same_rows(tmp_path: Path) -> None:
     assert found == [expected] * len(names)
 
 
-@pytest.mark.parametrize("text", ["\ufeff" + lines(ALPACA), lines(ALPACA).replace("\n", "\r\n"), "\n\n" + lines(ALPACA)])
+@pytest.mark.parametrize(
+    "text", ["\ufeff" + lines(ALPACA), lines(ALPACA).replace("\n", "\r\n"), "\n\n" + lines(ALPACA)]
+)
 def test_harmless_oddities_are_read(tmp_path: Path, text: str) -> None:
     assert len(load(write(tmp_path, text))[0]) == 1
 

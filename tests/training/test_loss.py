@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import VOCABULARY, tiny_gpt2, tiny_llama, token_batch
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from finetune.core.errors import FinetuneWarning
 from finetune.training.loss import CHUNK, LeanLoss, linear_cross_entropy
+from support.tiny import VOCABULARY, tiny_gpt2, tiny_llama, token_batch
 
 
 def gemma2() -> PreTrainedModel:
@@ -84,7 +84,7 @@ def test_a_failing_forward_leaves_no_labels_behind() -> None:
     model, ids = tiny_llama(), token_batch()
     expected = model(input_ids=ids).logits
     LeanLoss(model)
-    with pytest.raises(Exception, match="shape|size|broadcast"):
+    with pytest.raises(Exception, match=r"shape|size|broadcast"):
         model(input_ids=ids, labels=ids[:, :3])
     assert torch.equal(model(input_ids=ids).logits, expected)
 

@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
 from support.tiny import save_tiny_model
 
 METHODS = {
@@ -61,7 +63,13 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def wait_for(condition, process: subprocess.Popen[str]) -> bool:
+def logged(run: Path, steps: int) -> Callable[[], bool]:
+    """Returns a condition that holds once so many steps are logged."""
+    metrics = run / "metrics.jsonl"
+    return lambda: metrics.is_file() and metrics.read_text().count("\n") >= steps
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> bool:
     """Waits until ``condition`` holds; False where the process ended before."""
     while not condition():
         if process.poll() is not None:
@@ -86,9 +94,7 @@ def test_killed_runs_end_as_the_run_left_alone(tmp_path: Path, method: str) -> N
     assert saving, "the run ended before it saved"
     for _ in range(2):
         process = start(killed, "--resume")
-        goal = generator.randint(4, STEPS - 4)
-        metrics = run / "metrics.jsonl"
-        wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") >= goal, process)
+        wait_for(logged(run, generator.randint(4, STEPS - 4)), process)
         process.send_signal(signal.SIGKILL)
         process.communicate()
     finish(start(killed, "--resume"))
@@ -105,8 +111,7 @@ def test_ctrl_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> Non
     model = save_tiny_model(tmp_path / "model")
     recipe = write_recipe(tmp_path, model, "s2ft", "run")
     process = start(recipe)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    assert wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 1, process)
+    assert wait_for(logged(tmp_path / "run", 1), process)
     process.send_signal(signal.SIGINT)
     errors = finish(process, code=130)
     assert "--resume" in errors
