@@ -59,13 +59,13 @@ def load(base: str | PreTrainedModel, folder: str | Path, **options: Any) -> nn.
     folder = Path(folder)
     if (folder / ADAPTER_CONFIG).is_file():
         model = _base_model(base, read_method_file(folder), folder, options)
-        adapted: nn.Module = load_adapter(model, folder).train(False)
-        return adapted
+        return load_adapter(model, folder).train(False)
     if (folder / DELTA_CONFIG).is_file():
         tensors, metadata = read_learned_state(folder)
         model = _base_model(base, metadata, folder, options)
         apply_learned_state(model, tensors, metadata, folder)
-        return model.train(False)
+        model.eval()
+        return model
     raise CheckpointError(
         "the folder holds no learned state",
         where=str(folder),
