@@ -52,26 +52,32 @@ def test_unseen_phrasings_are_held_out_for_the_stated_share(
     # A clock time holds no brace, so a training prompt that used an unseen pattern would contain its fixed words.
     train = [row["prompt"] for row in rows[0]]
     for phrase in (
-        "repeat every",
-        "at intervals of",
+        "start every",
         "once a day",
-        "weekly on",
-        "twice a week",
-        "yearly on",
-        "throughout",
+        "each weekday",
+        "each weekend",
+        "once a week",
+        "every month on",
+        "once a year",
     ):
         assert any(phrase in _pattern_words(pattern) for family in FAMILIES.values() for pattern in family.unseen)
         assert not any(phrase in prompt for prompt in train)
 
 
 _LIMITS = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 6))
+_ABBREVIATED = {
+    3: [name.lower() for name in calendar.month_abbr if name],
+    4: [name.lower() for name in calendar.day_abbr],
+}
 
 
 def test_answers_are_valid_crontab_lines(rows: tuple[list[dict[str, str]], list[dict[str, str]]]) -> None:
     for row in [*rows[0], *rows[1]]:
         fields = row["completion"].split(" ")
         assert len(fields) == 5
-        for field, (low, high) in zip(fields, _LIMITS, strict=True):
+        for place, (field, (low, high)) in enumerate(zip(fields, _LIMITS, strict=True)):
+            if place > 2 and field in _ABBREVIATED[place]:
+                continue
             numbers = field.removeprefix("*").removeprefix("/").replace("-", ",").split(",")
             assert all(low <= int(number) <= high for number in numbers if number), row
             if "-" in field:
@@ -94,7 +100,7 @@ def test_times_are_what_the_standard_library_reads(
     rows: tuple[list[dict[str, str]], list[dict[str, str]]],
 ) -> None:
     clocks = [(row, match) for row in [*rows[0], *rows[1]] if (match := _CLOCK.search(row["prompt"]))]
-    assert len(clocks) > 1500
+    assert len(clocks) > 1400
     for row, match in clocks:
         assert row["completion"].startswith(_reference_fields(match[1]) + " "), row
     assert {"noon", "midnight"} <= {match[1] for _, match in clocks}
@@ -105,11 +111,13 @@ def test_day_and_month_names_are_what_the_calendar_says(
 ) -> None:
     for row in [*rows[0], *rows[1]]:
         *_, month, day = row["completion"].split(" ")
-        named = [str((list(calendar.day_name).index(name) + 1) % 7) for name in _NAMES.findall(row["prompt"])]
+        named = [
+            calendar.day_abbr[list(calendar.day_name).index(name)].lower() for name in _NAMES.findall(row["prompt"])
+        ]
         if named:
-            assert re.split("[,-]", day) == named, row
+            assert day == ("6,0" if named == ["sat", "sun"] else named[0]), row
         months = [number for number in range(1, 13) if calendar.month_name[number] in row["prompt"]]
-        assert month == (str(months[0]) if months else "*"), row
+        assert month == (calendar.month_abbr[months[0]].lower() if months else "*"), row
 
 
 def test_every_line_of_the_files_is_a_json_object() -> None:
