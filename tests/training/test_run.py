@@ -1,0 +1,208 @@
+"""Whole runs on a tiny model: every method with the same recipe, what a run leaves, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import save_tiny_model
+
+import finetune
+from finetune.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    FinetuneError,
+    RefusedError,
+    TargetError,
+    TrainingError,
+)
+from finetune.models import load_tuned
+from finetune.training.run import RunResult
+
+PROMPTS = [f"say {i}" for i in range(24)]
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder with a model, rows, a task and a recipe for S2FT."""
+    folder = tmp_path_factory.mktemp("workshop")
+    save_tiny_model(folder / "model")
+    rows = [{"prompt": prompt, "completion": "yes" if i % 2 else "no"} for i, prompt in enumerate(PROMPTS)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "task.yaml").write_text("kind: exact_match\ndata: rows.jsonl\nmax_new_tokens: 3\n")
+    (folder / "recipe.yaml").write_text(
+        f"model: {{name_or_path: {folder / 'model'}, dtype: float32, device: cpu}}\n"
+        "method: {name: s2ft, ratio: 0.1}\n"
+        f"data: {{train: {folder / 'rows.jsonl'}, eval: 4}}\n"
+        "train: {per_device_train_batch_size: 4, learning_rate: 1e-2, max_steps: 6, save_steps: 3, logging_steps: 2}\n"
+        f"eval: {{tasks: [{folder / 'task.yaml'}], limit: 6}}\n"
+        f"output_dir: {folder / 'run'}\n"
+    )
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+
+
+def train(workshop: Path, output: Path, *overrides: str) -> RunResult:
+    return finetune.train(workshop / "recipe.yaml", f"output_dir={output}", *overrides)
+
+
+@pytest.fixture(scope="module")
+def s2ft_run(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("runs") / "s2ft"
+    assert train(workshop, output).status == "completed"
+    return output
+
+
+def test_a_run_leaves_what_it_promises(s2ft_run: Path) -> None:
+    expected = {
+        "config.yaml",
+        "config.resolved.yaml",
+        "run.json",
+        "metrics.jsonl",
+        "samples.txt",
+        "summary.json",
+        "report.html",
+        "plots",
+        "final",
+        "checkpoint-3",
+        "checkpoint-6",
+    }
+    assert {path.name for path in s2ft_run.iterdir()} == expected
+    record = json.loads((s2ft_run / "run.json").read_text())
+    assert (record["status"], record["method"]["name"], record["data"]["examples"]) == ("completed", "s2ft", 20)
+    assert record["final"]["eval_loss"] > 0
+    assert [result["metric"] for result in record["evaluation"]["after"]] == ["exact_match"]
+    summary = json.loads((s2ft_run / "summary.json").read_text())
+    keys = [
+        "exact_match_before",
+        "exact_match_after",
+        "train_seconds",
+        "peak_memory_bytes",
+        "saved_bytes",
+        "base_bytes",
+    ]
+    assert list(summary) == keys
+    events = [json.loads(line) for line in (s2ft_run / "metrics.jsonl").read_text().splitlines()]
+    losses = [event["loss"] for event in events if "loss" in event]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert {path.name for path in (s2ft_run / "final").iterdir()} >= {
+        "README.md",
+        "delta.safetensors",
+        "tokenizer.json",
+    }
+    assert "[yes<|im_end|>]" in (s2ft_run / "samples.txt").read_text()
+
+
+def test_checkpoints_hold_what_trains_and_no_base(s2ft_run: Path) -> None:
+    record = json.loads((s2ft_run / "run.json").read_text())
+    trained = record["method"]["trained"]
+    tensors = sum(file.stat().st_size for file in (s2ft_run / "checkpoint-6").glob("*.safetensors"))
+    assert tensors < 3 * 4 * trained + 8192  # values, base values, indices, headers
+    assert not list((s2ft_run / "checkpoint-6").glob("model*"))
+    assert not list((s2ft_run / "checkpoint-6").glob("tokenizer*"))
+
+
+@pytest.mark.parametrize("name", ["lora", "full", "dora", "vera", "top_layers"])
+def test_the_same_recipe_trains_with_every_method(workshop: Path, tmp_path: Path, name: str) -> None:
+    with pytest.warns(UserWarning, match="ratio"):
+        result = train(workshop, tmp_path / "run", f"method.name={name}", "eval.tasks=[]")
+    assert result.record["method"]["name"] == name
+    model, _ = load_tuned(tmp_path / "run", dtype="float32", device="cpu")
+    assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
+
+
+def test_a_tuned_model_is_merged_exported_and_asked(s2ft_run: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from finetune.evaluation.chat import ChatSession
+    from finetune.evaluation.run import evaluate_run
+    from finetune.export.merge import merge_run
+    from finetune.export.run import export_run
+
+    ids = torch.tensor([[9, 20, 31, 42]])
+    tuned, _ = load_tuned(s2ft_run, dtype="float32", device="cpu")
+    expected = tuned(ids).logits
+    merge_run(s2ft_run, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.equal(merged(ids).logits, expected)
+    export_run(s2ft_run, tmp_path / "lora", "peft")
+    record = json.loads((s2ft_run / "run.json").read_text())
+    base = AutoModelForCausalLM.from_pretrained(record["model"]["name_or_path"])
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "lora"))
+    torch.testing.assert_close(adapted(ids).logits, expected, atol=1e-5, rtol=1e-5)
+    (result,) = evaluate_run(str(s2ft_run), limit=6)
+    assert result.value == record["evaluation"]["after"][0]["value"]
+    assert isinstance("".join(ChatSession(str(s2ft_run), max_new_tokens=3).reply("say 1")), str)
+
+
+def test_a_dry_run_checks_everything_and_writes_nothing(workshop: Path, tmp_path: Path) -> None:
+    from finetune.config.load import load_recipe
+    from finetune.training.run import train as run
+
+    loaded = load_recipe([str(workshop / "recipe.yaml")], [f"output_dir={tmp_path / 'dry'}"])
+    assert run(loaded, dry_run=True).status == "planned"
+    assert not (tmp_path / "dry").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "part"),
+    [
+        (["method.name=lora", "method.target_modules=[q_porj]"], TargetError, "q_porj"),
+        (["method.name=bitfit"], TargetError, "no biases"),
+        (["data.max_length=4"], DataError, "no row is left"),
+        (["data.chat_template=nothing"], FinetuneError, "nothing"),
+        (["model.name_or_path=./missing"], ConfigError, "there is no file"),
+        (["train.learning_rate=0"], TrainingError, "does not change the model"),
+        (["train.learning_rate=3e38", "train.max_grad_norm=0"], TrainingError, "not finite"),
+    ],
+)
+def test_what_cannot_train_ends_with_one_clear_error(
+    workshop: Path, tmp_path: Path, overrides: list[str], error: type[FinetuneError], part: str
+) -> None:
+    with pytest.raises(error) as caught:
+        train(workshop, tmp_path / "run", "eval.tasks=[]", *overrides)
+    assert part in str(caught.value)
+    if (tmp_path / "run" / "run.json").exists():
+        assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+        assert not (tmp_path / "run" / "final").exists()
+
+
+def test_an_earlier_run_is_neither_overwritten_nor_mixed_up(workshop: Path, s2ft_run: Path) -> None:
+    from finetune.config.load import load_recipe
+    from finetune.training.run import train as run
+
+    def again(*overrides: str, **flags: Any) -> RunResult:
+        return run(load_recipe([str(workshop / "recipe.yaml")], [f"output_dir={s2ft_run}", *overrides]), **flags)
+
+    before = {path: path.stat().st_mtime_ns for path in s2ft_run.rglob("*") if path.is_file()}
+    with pytest.raises(RefusedError, match="an earlier run"):
+        again()
+    with pytest.raises(CheckpointError, match="another method"):
+        again("method.name=lora", "eval.tasks=[]", resume="last")
+    with pytest.raises(DataError):
+        again("data.max_length=4", overwrite=True)
+    assert {path: path.stat().st_mtime_ns for path in s2ft_run.rglob("*") if path.is_file()} == before
+
+
+def test_packing_and_activation_checkpointing_train(workshop: Path, tmp_path: Path) -> None:
+    result = train(
+        workshop,
+        tmp_path / "run",
+        "data.packing=true",
+        "data.max_length=128",
+        "data.eval=null",
+        "train.activation_checkpointing=true",
+        "train.per_device_train_batch_size=2",
+        "eval.tasks=[]",
+    )
+    assert result.status == "completed"
