@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny import save_tiny_model, tiny_llama
 
 from finetune.core.errors import CapabilityError, ConfigError
 from finetune.models import load_model, load_tokenizer, load_tuned, resolve_source
 from finetune.models.dtype import best_attention, best_dtype
+from support.tiny import save_tiny_model, tiny_llama
 
 
 def test_a_folder_is_loaded_as_it_was_saved(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import save_tiny_model
 
 import finetune
 from finetune.core.errors import (
@@ -22,6 +21,7 @@ from finetune.core.errors import (
 )
 from finetune.models import load_tuned
 from finetune.training.run import RunResult
+from support.tiny import save_tiny_model
 
 PROMPTS = [f"say {i}" for i in range(24)]
 
