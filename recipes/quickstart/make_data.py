@@ -27,7 +27,7 @@ __all__ = ["FAMILIES", "Family", "main", "make_rows"]
 
 Item = TypeVar("Item")
 
-TRAIN_ROWS = 1920
+TRAIN_ROWS = 1600
 TEST_ROWS = 300
 UNSEEN_SHARE = 0.27
 HELD_OUT_PERCENT = 12
