@@ -73,6 +73,7 @@ class Method(ABC):
         paper: Citation with an identifier, or an empty string.
         kind: What is learned.
         narrows_added: Whether the method can choose among parameters that an earlier method added to the model.
+        recomputes: Whether it trains with activations that are computed again in the backward pass.
         model: The model after :meth:`attach`.
     """
 
@@ -81,6 +82,7 @@ class Method(ABC):
     paper: ClassVar[str] = ""
     kind: ClassVar[Kind]
     narrows_added: ClassVar[bool] = False
+    recomputes: ClassVar[bool] = True
     Config: ClassVar[type[MethodConfig]] = MethodConfig
 
     def __init__(self, config: MethodConfig | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from finetune.core.errors import ConfigError, DataError, FinetuneWarning
+from finetune.core.errors import CapabilityError, ConfigError, DataError, FinetuneWarning
 from finetune.data.prepare import PreparedData, prepare_dataset, split_eval
 from finetune.methods import Method, build_method
 from finetune.models import load_config, load_model, load_tokenizer
@@ -136,6 +136,7 @@ def make_plan(recipe: Recipe, *, meta: bool = False, limit: int | None = None) -
         **source,
     )
     _check_precision(model, arguments)
+    _check_recomputation(method, arguments)
     return Plan(recipe, tokenizer, train, evaluation, model, method, arguments)
 
 
@@ -205,6 +206,16 @@ def _check_batches(train: PreparedData, arguments: TrainingArguments) -> None:
             where="train.dataloader_drop_last",
             got=f"{len(train.dataset)} examples, batch of {rows}",
             fix="train.dataloader_drop_last: false, or a smaller train.per_device_train_batch_size",
+        )
+
+
+def _check_recomputation(method: Method, arguments: TrainingArguments) -> None:
+    """P3: methods that cannot have their activations computed again."""
+    if arguments.activation_checkpointing and not method.recomputes:
+        raise CapabilityError(
+            f"{method.name} does not work with activation checkpointing",
+            where="train.activation_checkpointing",
+            fix="train.activation_checkpointing: false, or another method",
         )
 
 

@@ -87,10 +87,16 @@ class PeftTuner(Method):
     def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
         from peft import get_peft_model
 
+        from finetune.methods.primitives.master_weights import AutocastForward, widen
+
         self._base_dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         config = self._peft_config(self._found_in(model, candidates))
         with _refusals(self.name):
-            return cast("nn.Module", get_peft_model(cast(Any, model), config))
+            adapted = cast("nn.Module", get_peft_model(cast(Any, model), config))
+        # PEFT keeps most adapters in float32, but not those that are copies of the base's own weights.
+        narrow = widen(parameter for parameter in adapted.parameters() if parameter.requires_grad)
+        self._autocast = None if narrow is None else AutocastForward(adapted, narrow)
+        return adapted
 
     def _found_in(self, model: Any, candidates: frozenset[str]) -> dict[str, Any]:
         """Checks the patterns against ``model`` and returns the fields that depend on it."""
@@ -176,6 +182,8 @@ class PeftTuner(Method):
         """
         from finetune.methods.primitives.peft_files import merge_adapter
 
+        if self._autocast is not None:
+            self._autocast.remove()
         merged = merge_adapter(self.model, self._base_dtypes)
         self._model = None
         return merged

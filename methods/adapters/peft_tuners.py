@@ -16,9 +16,11 @@ __all__: list[str] = []
 _OWN_CLASSES = {"adalora": AdaLora, "shadow": Shadow}
 _TASK_IDS = "every batch must carry task_ids, which data of a single task has not"
 _VIRTUAL_TOKENS = {"defaults": {"num_virtual_tokens": 20}}
+# They are fed to the model as a cache, which a block that is computed again would extend again.
+_CACHE = {"recomputes": False}
 _PARTICULARS: dict[str, dict[str, Any]] = {
     "adaption_prompt": {"defaults": {"adapter_len": 10}},
-    "cartridge": _VIRTUAL_TOKENS,
+    "cartridge": {**_VIRTUAL_TOKENS, **_CACHE},
     "cpt": {"unsuitable": "it needs the ids and types of a prompt's tokens beside every batch, and has its own loss"},
     "dora": {"fixed": {"use_dora": True}},
     "ia3": {"all_linear": False},
@@ -26,7 +28,7 @@ _PARTICULARS: dict[str, dict[str, Any]] = {
     "multitask_prompt_tuning": {"unsuitable": _TASK_IDS},
     "p_tuning": _VIRTUAL_TOKENS,
     "poly": {"unsuitable": _TASK_IDS},
-    "prefix_tuning": _VIRTUAL_TOKENS,
+    "prefix_tuning": {**_VIRTUAL_TOKENS, **_CACHE},
     "prompt_tuning": _VIRTUAL_TOKENS,
     "trainable_tokens": {"required": {"token_indices": "the ids of the tokens whose embeddings train"}},
     "xlora": {"unsuitable": "it mixes adapters that are trained already; train them with lora, then mix with PEFT"},

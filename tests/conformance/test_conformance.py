@@ -1,0 +1,214 @@
+"""What every registered method keeps, whoever wrote it (design section 8)."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.conformance_cases import CASES, CROPPED, PENALISED, base_model, make
+from support.tiny import token_batch
+
+import finetune
+from finetune.core.errors import CapabilityError, CheckpointError
+from finetune.methods import METHODS, Method, discover
+
+INPUTS = token_batch(4, 16)
+PROBE = token_batch(2, 9, seed=7)
+
+
+def attached(name: str, *, seed: int = 3, **options: Any) -> tuple[Method, Any, Any]:
+    """Returns the attached method, the model to train, and an untouched copy of the base."""
+    base = base_model(name, **options)
+    method = make(name)
+    torch.manual_seed(seed)
+    return method, method.attach(copy.deepcopy(base)), base
+
+
+def train(model: Any, steps: int, *, learning_rate: float = 1e-2, decay: float = 0.1) -> list[float]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=decay)
+    model.train()
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=INPUTS, labels=INPUTS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    return losses
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    result: torch.Tensor = model(input_ids=PROBE).logits
+    return result
+
+
+def base_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Returns the base's own tensors inside a model, by the base's names."""
+    prefixes = ("base_model.model.", "base_model.")
+    tensors = {}
+    for name, tensor in model.named_parameters():
+        for prefix in prefixes:
+            name = name.removeprefix(prefix)
+        tensors[name.replace(".base_layer", "")] = tensor.detach()
+    return tensors
+
+
+@pytest.mark.parametrize("name", CASES)
+class TestEveryMethod:
+    def test_trains_what_it_declares_and_leaves_the_rest_bit_identical(self, name: str) -> None:
+        method, model, base = attached(name)
+        summary = method.summary()
+        trained = method.trained_parameters()
+        assert 0 < summary.trained == sum(p.numel() for p in trained.values())
+        assert summary.total == sum(p.numel() for p in base.parameters())
+        before = {key: tensor.clone() for key, tensor in base_weights(model).items()}
+        losses = train(model, 20)
+        assert losses[-1] < losses[0]
+        assert any(not torch.equal(p.detach(), before[key]) for key, p in base_weights(model).items() if key in before)
+        touched = {key.rpartition(".")[0] for key in method.state_dict()} if method.kind != "adapter" else set()
+        own = {key: p.detach() for key, p in base.named_parameters()}
+        for key, tensor in base_weights(model).items():
+            if key in own and key not in touched and tensor.shape == own[key].shape:
+                assert torch.equal(tensor, own[key]), key
+
+    def test_saves_little_and_loads_bit_for_bit(self, name: str, tmp_path: Path) -> None:
+        method, model, base = attached(name)
+        train(model, 4)
+        method.save(tmp_path / "out")
+        method.save(tmp_path / "out")  # over an earlier state
+        size = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+        # Values, base values and indices of what trains, once more what only resuming needs, buffers, and headers.
+        frozen_buffers = sum(t.numel() * t.element_size() for n, t in model.named_buffers() if "rotary" not in n)
+        assert size <= 4 * 4 * method.summary().trained + frozen_buffers + 64_000
+        expected = logits(model)
+        again, fresh, _ = attached(name, seed=99)
+        again.load(tmp_path / "out")
+        fresh.eval()
+        assert torch.equal(logits(fresh), expected)
+        loaded = finetune.load(copy.deepcopy(base), tmp_path / "out")
+        if name in CROPPED:
+            torch.testing.assert_close(logits(loaded), expected, atol=1e-5, rtol=1e-5)
+        else:
+            assert torch.equal(logits(loaded), expected)
+
+    def test_goes_on_from_its_state_as_if_never_stopped(self, name: str, tmp_path: Path) -> None:
+        optimizers = []
+
+        def start(seed: int) -> tuple[Method, Any, torch.optim.Optimizer]:
+            method, model, _ = attached(name, seed=seed)
+            optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2)
+            optimizers.append(optimizer)
+            return method, model, optimizer
+
+        def run(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
+            model.train()
+            for step in steps:
+                torch.manual_seed(step)  # dropout and noise of the step
+                model(input_ids=INPUTS, labels=INPUTS).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        method, model, optimizer = start(3)
+        run(model, optimizer, range(3))
+        method.save(tmp_path)
+        state = copy.deepcopy(optimizer.state_dict())
+        run(model, optimizer, range(3, 6))
+        expected = {key: tensor.clone() for key, tensor in method.state_dict().items()}
+        method, model, optimizer = start(99)
+        method.load(tmp_path)
+        optimizer.load_state_dict(state)
+        run(model, optimizer, range(3, 6))
+        found = method.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+    def test_a_state_of_another_method_or_with_a_tensor_missing_is_refused(self, name: str, tmp_path: Path) -> None:
+        method, _, _ = attached(name)
+        state = {key: tensor.clone() for key, tensor in method.state_dict().items()}
+        removed = next(iter(state))
+        del state[removed]
+        with pytest.raises((CheckpointError, KeyError)) as caught:
+            method.load_state_dict(state)
+        assert removed.rpartition(".")[2] in str(caught.value)
+        other = "lora" if name != "lora" else "dora"
+        stranger, _, _ = attached(other)
+        stranger.save(tmp_path)
+        with pytest.raises(CheckpointError):
+            method.load(tmp_path)
+
+    def test_merges_into_the_plain_model_or_says_why_not(self, name: str) -> None:
+        method, model, base = attached(name)
+        train(model, 4)
+        expected = logits(model)
+        try:
+            plain = method.merge()
+        except CapabilityError as refusal:
+            assert method.kind == "adapter"
+            assert "merged" in str(refusal)
+            return
+        assert type(plain) is type(base)
+        assert list(plain.state_dict()) == list(base.state_dict())
+        torch.testing.assert_close(logits(plain), expected, atol=2e-5, rtol=1e-4)
+
+    def test_works_on_a_bfloat16_base(self, name: str) -> None:
+        method, model, base = attached(name, dtype=torch.bfloat16)
+        losses = train(model, 6)
+        assert losses[-1] < losses[0]
+        assert all(p.dtype == torch.float32 for p in method.trained_parameters().values())
+        frozen = {key: p for key, p in base_weights(model).items() if not p.requires_grad}
+        touched = {key.rpartition(".")[0] for key in method.state_dict()} if method.kind != "adapter" else set()
+        own = {key: p.detach() for key, p in base.named_parameters()}
+        shared = [key for key in frozen if key in own and key not in touched and frozen[key].shape == own[key].shape]
+        assert all(torch.equal(frozen[key], own[key]) for key in shared if frozen[key].dtype == torch.bfloat16)
+
+    def test_recomputed_activations_give_the_same_gradients(self, name: str) -> None:
+        if not METHODS.get(name).recomputes:
+            pytest.skip("the method declares that it cannot; finetune train refuses the combination")
+        gradients = []
+        for recompute in (False, True):
+            _, model, _ = attached(name)
+            if recompute:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+                model.enable_input_require_grads()
+            model.train()
+            torch.manual_seed(0)
+            model(input_ids=INPUTS, labels=INPUTS, use_cache=False).loss.backward()
+            gradients.append({key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None})
+        assert gradients[0].keys() == gradients[1].keys()
+        for key, gradient in gradients[0].items():
+            torch.testing.assert_close(gradients[1][key], gradient, atol=1e-6, rtol=1e-5)
+
+    def test_accumulated_gradients_equal_those_of_the_whole_batch(self, name: str) -> None:
+        if name in PENALISED:
+            pytest.skip("PEFT adds a penalty to the loss of every forward pass")
+        whole: list[dict[str, torch.Tensor]] = []
+        parts: list[dict[str, torch.Tensor]] = []
+        for collected, cuts in ((whole, [slice(0, 4)]), (parts, [slice(0, 1), slice(1, 3), slice(3, 4)])):
+            _, model, _ = attached(name)
+            model.eval()  # no dropout: it differs from batch to batch
+            for cut in cuts:
+                rows = INPUTS[cut]
+                items = torch.tensor(INPUTS[:, 1:].numel())
+                model(input_ids=rows, labels=rows, num_items_in_batch=items).loss.backward()
+            collected.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
+        for key, gradient in whole[0].items():
+            torch.testing.assert_close(parts[0][key], gradient, atol=1e-6, rtol=1e-4)
+
+    def test_the_model_survives_pickling(self, name: str) -> None:
+        _, model, _ = attached(name)
+        model.eval()
+        expected = logits(model)
+        assert torch.equal(logits(pickle.loads(pickle.dumps(model))), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in discover() if getattr(METHODS.get(name), "unsuitable", "")])
+def test_what_cannot_fine_tune_a_causal_lm_refuses_with_the_reason(name: str) -> None:
+    with pytest.raises(CapabilityError, match="cannot fine-tune"):
+        make(name)
