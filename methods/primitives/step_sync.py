@@ -25,7 +25,9 @@ def after_optimizer_step(parameters: Iterable[nn.Parameter], action: Callable[[]
 
     def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         alive = weak_action()
-        if alive is not None and any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
+        if alive is not None and any(
+            id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]
+        ):
             alive()
 
     handle = register_optimizer_step_post_hook(hook)

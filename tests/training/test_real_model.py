@@ -33,7 +33,12 @@ assert not any(name.split(".")[0] == "finetune" for name in sys.modules)
 
 def finetune(*arguments: str, cwd: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "finetune", *arguments], cwd=cwd, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, "-m", "finetune", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
@@ -45,7 +50,9 @@ def stock(folder: Path, base: str, adapter: str, prompts: list[list[int]]) -> di
     script, out = folder / "stock.py", folder / f"{Path(adapter).name}.pt"
     script.write_text(STOCK)
     Path(f"{out}.prompts").write_text(json.dumps(prompts))
-    subprocess.run([sys.executable, str(script), base, adapter, str(out)], check=True, timeout=280, env=dict(os.environ))
+    subprocess.run(
+        [sys.executable, str(script), base, adapter, str(out)], check=True, timeout=280, env=dict(os.environ)
+    )
     loaded: dict[str, list] = torch.load(out)
     return loaded
 
@@ -77,7 +84,9 @@ def test_s2ft_on_the_bundled_model_is_the_same_in_stock_peft(tmp_path: Path) -> 
     finetune("merge", "run", "merged", cwd=tmp_path)
 
     tokenizer = load_tokenizer(str(run / "final"))
-    prompts = [render_prompt([Message("user", text)], tokenizer) for text in ("every day at 7:05", "at noon on Mondays")]
+    prompts = [
+        render_prompt([Message("user", text)], tokenizer) for text in ("every day at 7:05", "at noon on Mondays")
+    ]
     base = resolve_source("bundled:smollm2-135m-instruct")
     adapted = stock(tmp_path, base, str(tmp_path / "lora"), prompts)
     merged = stock(tmp_path, str(tmp_path / "merged"), "none", prompts)
