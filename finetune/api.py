@@ -59,19 +59,22 @@ def load(base: str | PreTrainedModel, folder: str | Path, **options: Any) -> nn.
     folder = Path(folder)
     if (folder / ADAPTER_CONFIG).is_file():
         model = _base_model(base, read_method_file(folder), folder, options)
-        return load_adapter(model, folder).train(False)
+        return _evaluating(load_adapter(model, folder))
     if (folder / DELTA_CONFIG).is_file():
         tensors, metadata = read_learned_state(folder)
         model = _base_model(base, metadata, folder, options)
         apply_learned_state(model, tensors, metadata, folder)
-        model.eval()
-        return model
+        return _evaluating(model)
     raise CheckpointError(
         "the folder holds no learned state",
         where=str(folder),
         want=f"{ADAPTER_CONFIG} or {DELTA_CONFIG}",
         fix="the final folder of a run",
     )
+
+
+def _evaluating(model: nn.Module) -> nn.Module:
+    return model.train(False)
 
 
 def _base_model(

@@ -128,12 +128,17 @@ class PeftTuner(Method):
         """Whether PEFT's file holds the outcome of what trains, from which training could not go on."""
         return bool(cast(Any, self.model).active_peft_config.is_prompt_learning)
 
+    def _resumed_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns what trains, and what a prompt encoder drew at random and keeps frozen."""
+        named = self.model.named_parameters()
+        return {name: p for name, p in named if p.requires_grad or name.startswith("prompt_encoder.")}
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the adapter's tensors by PEFT's names; those of a prompt encoder by their name in the model."""
         from peft import get_peft_model_state_dict
 
         if self._resumes_from_own_file:
-            return {name: parameter.detach() for name, parameter in self.trained_parameters().items()}
+            return {name: parameter.detach() for name, parameter in self._resumed_parameters().items()}
         state = get_peft_model_state_dict(self.model, save_embedding_layers=False)
         return {name: tensor.detach() for name, tensor in state.items()}
 
@@ -147,7 +152,7 @@ class PeftTuner(Method):
         require_same_shapes(self.state_dict(), state)
         if self._resumes_from_own_file:
             with torch.no_grad():
-                for name, parameter in self.trained_parameters().items():
+                for name, parameter in self._resumed_parameters().items():
                     parameter.copy_(state[name])
         else:
             set_peft_model_state_dict(cast(Any, self.model), dict(state))

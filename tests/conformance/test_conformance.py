@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.conformance_cases import CASES, CROPPED, PENALISED, base_model, make
-from support.tiny import token_batch
 
 import finetune
 from finetune.core.errors import CapabilityError, CheckpointError
 from finetune.methods import METHODS, Method, discover
+from support.conformance_cases import BATCH_DEPENDENT, CASES, CROPPED, UNPICKLABLE, base_model, make
+from support.tiny import token_batch
 
 INPUTS = token_batch(4, 16)
 PROBE = token_batch(2, 9, seed=7)
@@ -58,6 +58,15 @@ def base_weights(model: Any) -> dict[str, torch.Tensor]:
             name = name.removeprefix(prefix)
         tensors[name.replace(".base_layer", "")] = tensor.detach()
     return tensors
+
+
+def _merges(model: Any) -> bool:
+    """Returns whether PEFT itself can merge the adapter."""
+    try:
+        copy.deepcopy(model).merge_and_unload()
+    except (AttributeError, NotImplementedError, ValueError, TypeError):
+        return False
+    return not model.active_peft_config.is_prompt_learning
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -147,12 +156,11 @@ class TestEveryMethod:
         method, model, base = attached(name)
         train(model, 4)
         expected = logits(model)
-        try:
-            plain = method.merge()
-        except CapabilityError as refusal:
-            assert method.kind == "adapter"
-            assert "merged" in str(refusal)
+        if method.kind == "adapter" and not _merges(model):
+            with pytest.raises(CapabilityError, match="cannot be merged"):
+                method.merge()
             return
+        plain = method.merge()
         assert type(plain) is type(base)
         assert list(plain.state_dict()) == list(base.state_dict())
         torch.testing.assert_close(logits(plain), expected, atol=2e-5, rtol=1e-4)
@@ -186,8 +194,8 @@ class TestEveryMethod:
             torch.testing.assert_close(gradients[1][key], gradient, atol=1e-6, rtol=1e-5)
 
     def test_accumulated_gradients_equal_those_of_the_whole_batch(self, name: str) -> None:
-        if name in PENALISED:
-            pytest.skip("PEFT adds a penalty to the loss of every forward pass")
+        if name in BATCH_DEPENDENT:
+            pytest.skip(BATCH_DEPENDENT[name])
         whole: list[dict[str, torch.Tensor]] = []
         parts: list[dict[str, torch.Tensor]] = []
         for collected, cuts in ((whole, [slice(0, 4)]), (parts, [slice(0, 1), slice(1, 3), slice(3, 4)])):
@@ -202,6 +210,8 @@ class TestEveryMethod:
             torch.testing.assert_close(parts[0][key], gradient, atol=1e-6, rtol=1e-4)
 
     def test_the_model_survives_pickling(self, name: str) -> None:
+        if name in UNPICKLABLE:
+            pytest.skip(UNPICKLABLE[name])
         _, model, _ = attached(name)
         model.eval()
         expected = logits(model)

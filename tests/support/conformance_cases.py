@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
-from support.tiny import tiny_llama, tiny_qwen
 from transformers import PreTrainedModel
 
 from finetune.methods import METHODS, Method, build_method, discover
+from support.tiny import tiny_llama, tiny_qwen
 
-__all__ = ["CASES", "CROPPED", "PENALISED", "base_model", "make"]
+__all__ = ["BATCH_DEPENDENT", "CASES", "CROPPED", "UNPICKLABLE", "base_model", "make"]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "adalora": {"total_step": 40, "tinit": 2, "tfinal": 4, "init_r": 4, "target_r": 2},
     "adaption_prompt": {"adapter_len": 4},
     "boft": {"boft_block_size": 4, "target_modules": ["q_proj", "v_proj"]},
+    "c3a": {"block_size": 4},
     "fourierft": {"n_frequency": 20},
     "lora": {"r": 4, "target_modules": "all-linear"},
+    "miss": {"r": 4},
     "oft": {"oft_block_size": 4},
+    "psoft": {"r": 4},
     "randlora": {"r": 4},
+    "road": {"group_size": 4},
     "s2ft": {"ratio": 0.2},
     "shira": {"r": 2},
     "trainable_tokens": {"token_indices": [5, 6, 7]},
@@ -29,47 +34,28 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Fields for models of width 32, where the defaults are for real ones."""
 
-REPRESENTATIVES = (
-    "adalora",
-    "bitfit",
-    "dora",
-    "full",
-    "ia3",
-    "ln_tuning",
-    "loha",
-    "lora",
-    "oft",
-    "prefix_tuning",
-    "prompt_tuning",
-    "randlora",
-    "s2ft",
-    "shira",
-    "top_layers",
-    "vera",
-)
-"""The default run; our own methods are all in it, of PEFT's tuners a dozen. All others are marked slow."""
-
-
 CROPPED = {"adalora"}
 """Whose adapter leaves out ranks that were pruned to zero: the same update, summed over fewer terms."""
 
-PENALISED = {"adalora"}
-"""Whose loss has a term that PEFT adds once per forward pass, so that more micro-batches mean more of it."""
+BATCH_DEPENDENT = {
+    "adalora": "PEFT adds its penalty to the loss of every forward pass, so more micro-batches mean more of it",
+    "lily": "its router averages over the rows of a batch",
+    "shadow": "PEFT adds the shadow's own loss to that of every forward pass",
+}
+"""Methods of PEFT whose gradient is not the sum over the rows, and why."""
+
+UNPICKLABLE = {"osf": "PEFT hangs local functions on its parameters"}
+MISSING = {"adamss": "sklearn"}
+"""Packages that a tuner needs and this project does not."""
 
 
-def _own(name: str) -> bool:
-    return METHODS.get(name).family != "adapters"
+def _case(name: str) -> Any:
+    package = MISSING.get(name)
+    absent = package is not None and importlib.util.find_spec(package) is None
+    return pytest.param(name, marks=[pytest.mark.skip(reason=f"{name} needs {package}")] if absent else [])
 
 
-def _cases() -> list[Any]:
-    return [
-        pytest.param(name, marks=[] if name in REPRESENTATIVES or _own(name) else [pytest.mark.slow])
-        for name in discover()
-        if not getattr(METHODS.get(name), "unsuitable", "")
-    ]
-
-
-CASES = _cases()
+CASES = [_case(name) for name in discover() if not getattr(METHODS.get(name), "unsuitable", "")]
 
 
 def make(name: str, **overrides: Any) -> Method:

@@ -1,0 +1,130 @@
+"""Methods in stock ``transformers.Trainer``: exact resume by one callback, the same result on two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+import finetune
+from finetune.core.errors import CheckpointError
+from support.tiny import tiny_llama, token_batch
+
+NAMES = {"s2ft": {"ratio": 0.2}, "top_layers": {}, "lora": {"r": 2, "target_modules": "all-linear"}}
+ROWS = [{"input_ids": row, "labels": row} for row in token_batch(16, 10)]
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        max_steps=6,
+        save_steps=3,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=7,
+        **options,
+    )
+
+
+def trained(folder: Path, name: str, *, seed: int, resume: str | None = None, callbacks: bool = True) -> Any:
+    torch.manual_seed(seed)
+    method = finetune.method(name, **NAMES[name])
+    model = method.attach(tiny_llama())
+    trainer = Trainer(
+        model=model,
+        args=arguments(folder),
+        train_dataset=ROWS,
+        callbacks=method.callbacks() if callbacks else [],
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return {key: tensor.clone() for key, tensor in method.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", list(NAMES))
+def test_stock_trainer_resumes_exactly_with_the_callback(tmp_path: Path, name: str) -> None:
+    expected = trained(tmp_path, name, seed=1)
+    found = trained(tmp_path, name, seed=2, resume=str(tmp_path / "checkpoint-3"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+def test_a_checkpoint_without_the_methods_state_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path, "s2ft", seed=1, callbacks=False)
+    with pytest.raises(CheckpointError, match="no state of 's2ft'"):
+        trained(tmp_path, "s2ft", seed=2, resume=str(tmp_path / "checkpoint-3"))
+
+
+TWO_PROCESSES = """
+import json, sys
+from pathlib import Path
+import torch, torch.distributed
+from torch.nn.parallel import DistributedDataParallel
+import finetune
+from support.tiny import tiny_llama, tiny_qwen, token_batch
+
+names, out = json.loads(sys.argv[1]), Path(sys.argv[2])
+distributed = "RANK" in __import__("os").environ
+rank = 0
+if distributed:
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+results = {}
+for name, settings in names.items():
+    torch.manual_seed(0)
+    method = finetune.method(name, **settings)
+    model = method.attach(tiny_qwen() if name == "bitfit" else tiny_llama())
+    sent = []
+    wrapped = model
+    if distributed:
+        wrapped = DistributedDataParallel(model)
+        def count(state, bucket):
+            sent.append(bucket.buffer().numel())
+            work = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True).get_future()
+            return work.then(lambda done: done.value()[0])
+        wrapped.register_comm_hook(None, count)
+    optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2)
+    for step in range(4):
+        rows = token_batch(4, 10, seed=step)
+        mine = rows[2 * rank : 2 * rank + 2] if distributed else rows
+        wrapped(input_ids=mine, labels=mine).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = method.state_dict()
+    if distributed:
+        assert sum(sent) == 4 * method.summary().trained, (name, sum(sent))
+        for tensor in state.values():
+            copy = tensor.clone()
+            torch.distributed.broadcast(copy, 0)
+            assert torch.equal(copy, tensor), name
+    results[name] = state
+if rank == 0:
+    torch.save(results, out)
+"""
+
+
+@pytest.mark.multi_process
+@pytest.mark.integration
+def test_two_processes_equal_one_and_exchange_only_what_trains(tmp_path: Path) -> None:
+    names = {**NAMES, "bitfit": {}}
+    script = tmp_path / "two.py"
+    script.write_text(TWO_PROCESSES)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for command, out in ((launcher, "two.pt"), ([sys.executable], "one.pt")):
+        full = [*command, str(script), json.dumps(names), str(tmp_path / out)]
+        done = subprocess.run(full, env=environment, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, two = torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")
+    for name in names:
+        for key, tensor in one[name].items():
+            torch.testing.assert_close(two[name][key], tensor, atol=2e-6, rtol=1e-5)
