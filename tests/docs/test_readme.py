@@ -1,0 +1,58 @@
+"""The code of the README and the docs runs, and the commands exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.tiny import save_tiny_model, token_batch
+
+ROOT = Path(__file__).parents[2]
+_BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+
+
+def blocks(name: str) -> str:
+    return "\n".join(_BLOCK.findall((ROOT / name).read_text(encoding="utf-8")))
+
+
+def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {
+        "MODEL": str(save_tiny_model(tmp_path / "model")),
+        "ROWS": [{"input_ids": row, "labels": row} for row in token_batch(4, 8)],
+    }
+    exec(blocks("README.md"), names)
+    tuned, plain = names["tuned"], names["plain"]
+    assert type(tuned) is type(plain)
+    assert (tmp_path / "runs/mine/learned/delta.safetensors").is_file()
+
+
+def test_the_method_in_the_docs_is_complete() -> None:
+    import finetune
+    from finetune.methods import METHODS
+    from support.tiny import tiny_llama
+
+    exec(blocks("docs/methods.md"), {"__name__": "finetune.methods.freezing.norms_and_head"})
+    try:
+        method = finetune.method("norms_and_head")
+        method.attach(tiny_llama(tied=False))
+        assert {name.rpartition(".")[0] for name in method.trained_parameters()} >= {"lm_head", "model.norm"}
+    finally:
+        del METHODS._entries["norms_and_head"]  # other tests list the registry
+
+
+@pytest.mark.integration
+def test_every_command_in_the_readme_names_a_verb_and_options_that_exist() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8") + (ROOT / "docs/runs.md").read_text(encoding="utf-8")
+    commands = re.findall(r"finetune ((?:data )?[a-z]+)((?: [^#\n`]*)?)", text)
+    used: dict[str, set[str]] = {}
+    for verb, rest in commands:
+        used.setdefault(verb, set()).update(re.findall(r"--[a-z-]+", rest))
+    for verb in ("train", "eval", "chat", "merge", "export", "ls", "cp"):
+        command = [sys.executable, "-m", "finetune", *verb.split(), "--help"]
+        page = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert not {option for option in used[verb] if option not in page}, verb
