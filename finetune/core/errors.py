@@ -6,6 +6,7 @@ Library code raises these exceptions; only the command line turns them into text
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -157,9 +158,15 @@ class FinetuneWarning(UserWarning):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Returns the choice closest to ``word`` (difflib, cutoff 0.6), or an empty string."""
-    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
-    return matches[0] if matches else ""
+    """Returns the choice closest to ``word`` (difflib, cutoff 0.6); of equals, that which begins alike; or nothing."""
+    matches = difflib.get_close_matches(word, list(choices), n=5, cutoff=0.6)
+    return max(matches, key=lambda match: _likeness(word, match), default="")
+
+
+def _likeness(word: str, choice: str) -> tuple[float, int]:
+    pairs = zip(word, choice, strict=False)
+    alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return difflib.SequenceMatcher(None, choice, word).ratio(), alike
 
 
 def list_choices(choices: Iterable[str], *, more: str = "", limit: int = 12) -> str:

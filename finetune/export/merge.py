@@ -82,6 +82,8 @@ def merge_run(run: Path, out: Path, dtype: str | None = None) -> MergeReport:
     from finetune.models import load_model, load_tuned
 
     require_empty(out)
+    if not run.is_dir():
+        raise CheckpointError("there is no such run", where=str(run), want="a run directory or its final folder")
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}", want=", ".join(_DTYPES), near=nearest(dtype, _DTYPES))
     model, tokenizer = load_tuned(run, dtype="float32")

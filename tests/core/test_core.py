@@ -37,6 +37,7 @@ def test_several_problems_are_numbered_and_counted() -> None:
 def test_nearest_and_choices() -> None:
     assert nearest("qkv_proj", ["q_proj", "down_proj"]) == "q_proj"
     assert nearest("zzz", ["q_proj"]) == ""
+    assert nearest("lroa", ["road", "lora"]) == nearest("lroa", ["lora", "road"]) == "lora"
     names = [f"n{i}" for i in range(14)]
     assert list_choices(names[:2]) == "n0, n1"
     assert list_choices(names, more="finetune ls").endswith("n11 and 2 more; finetune ls lists them")
