@@ -25,19 +25,19 @@ _VALUES_SAMPLED = 1024
 class InFlightChecks(TrainerCallback):
     """Ends a run that trains nothing, or something else than declared, within its first steps.
 
-    After the first backward every trained parameter must have a finite gradient (F1). Some steps later the trained
-    parameters must have moved and a sample of the frozen ones must not have (F2).
+    After the first backward every trained parameter must have a gradient (F1); that it is finite the trainer checks at
+    every step. Some steps later the trained parameters must have moved, and a sample of the frozen ones must not have;
+    the frozen ones are checked again at every save (F2).
 
     Args:
         method: The attached method.
-        after: Optimizer steps of this process after which F2 is checked.
+        after: Optimizer steps of this process after which F2 is checked; a shorter run is checked at its end.
     """
 
     def __init__(self, method: Method, after: int = 3) -> None:
         self._method = method
         self._after = after
         self._steps = 0
-        self._moved = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -73,7 +73,7 @@ class InFlightChecks(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Checks what moved (F2)."""
         self._steps += 1
-        if self._steps != self._after:
+        if self._steps != min(self._after, state.max_steps):
             return
         if all(torch.equal(_sample(p), self._trained_before[name]) for name, p in self._trained.items()):
             raise TrainingError(
@@ -81,10 +81,16 @@ class InFlightChecks(TrainerCallback):
                 got=f"learning rate {args.learning_rate}",
                 fix="a higher train.learning_rate, or float32 trained parameters",
             )
+        self._check_frozen()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Checks what must not have moved (F2)."""
+        self._check_frozen()
+
+    def _check_frozen(self) -> None:
         changed = [name for name, p in self._frozen.items() if not torch.equal(_sample(p), self._frozen_before[name])]
         if changed:
             raise TrainingError("frozen weights changed", where=", ".join(changed[:10]))
-        del self._trained_before, self._frozen_before
 
 
 class StopOnSignal(TrainerCallback):

@@ -186,10 +186,15 @@ class _Run:
         use_cache, config.use_cache = config.use_cache, False
         try:
             trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            # torch has a class for accelerators; the CPU's allocator raises the plain one.
+            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+                raise
+            estimate = record.fields["memory"]["estimate_bytes"]["peak"]
             raise TrainingError(
-                "out of memory while training",
-                got=str(error).splitlines()[0],
+                f"out of memory at step {trainer.state.global_step + 1}",
+                got=f"{str(error).splitlines()[0]} (peak {peak_device_bytes() / 1e9:.2f} GB, estimate "
+                f"{estimate / 1e9:.2f} GB)",
                 fix="a smaller train.per_device_train_batch_size with more train.gradient_accumulation_steps, "
                 "train.activation_checkpointing: true, or a smaller data.max_length",
             ) from error
