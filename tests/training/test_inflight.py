@@ -19,7 +19,7 @@ ROWS = [{"input_ids": row, "labels": row} for row in token_batch(8, 8)]
 
 def run(
     folder: Path, *, break_it: Any = None, learning_rate: float = 1e-2, steps: int = 5, optimizer: Any = None
-) -> None:
+) -> int:
     method = finetune.method("s2ft", ratio=0.2)
     model = method.attach(tiny_llama())
     arguments = TrainingArguments(
@@ -29,11 +29,12 @@ def run(
     if break_it is not None:
         callbacks.append(break_it(model))
     optimizers = (None, None) if optimizer is None else (optimizer(model, method), None)
-    Trainer(model=model, args=arguments, train_dataset=ROWS, callbacks=callbacks, optimizers=optimizers).train()
+    trainer = Trainer(model=model, args=arguments, train_dataset=ROWS, callbacks=callbacks, optimizers=optimizers)
+    return trainer.train().global_step
 
 
-def test_a_sound_run_passes(tmp_path: Path) -> None:
-    run(tmp_path)
+def test_a_sound_run_goes_through(tmp_path: Path) -> None:
+    assert run(tmp_path) == 5
 
 
 @pytest.mark.parametrize("steps", [2, 5])
