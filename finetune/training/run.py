@@ -24,7 +24,7 @@ from finetune.training.estimate import estimate_plan
 from finetune.training.inflight import InFlightChecks, StopOnSignal
 from finetune.training.loss import LeanLoss
 from finetune.training.memory import peak_device_bytes
-from finetune.training.output_folder import check_disk, check_output, checkpoint_to_resume, clear_output
+from finetune.training.output_folder import RECORD, check_disk, check_output, checkpoint_to_resume, clear_output
 from finetune.training.plan import Plan, make_plan
 from finetune.training.progress import Metrics, ProgressDisplay
 from finetune.training.record import RunRecord
@@ -108,6 +108,9 @@ class _Run:
         model = self.plan.attach()
         estimate = estimate_plan(self.plan)
         self._preflight(estimate, force=force)
+        if self.checkpoint is not None and (ended := _completed(self.run)) is not None:
+            self.console.print(f"done     {self.run} is complete, there is nothing left to train", highlight=False)
+            return RunResult(self.run, "completed", record=ended)
         if self.is_main:
             if fresh:
                 clear_output(self.run)
@@ -270,6 +273,14 @@ class _Run:
         write_report(self.run)
         write_json(self.run / "summary.json", _summary(record.fields))
         self.console.print(describe_end(self.run, record.fields), highlight=False, soft_wrap=True, markup=False)
+
+
+def _completed(run: Path) -> dict[str, Any] | None:
+    """Returns the record of a run that has ended well, or None."""
+    if not (run / RECORD).is_file():
+        return None
+    record: dict[str, Any] = json.loads((run / RECORD).read_text(encoding="utf-8"))
+    return record if record["status"] == "completed" else None
 
 
 def _final_numbers(trainer: FinetuneTrainer) -> dict[str, float | None]:

@@ -191,6 +191,8 @@ def test_an_earlier_run_is_neither_overwritten_nor_mixed_up(workshop: Path, s2ft
         again("method.name=lora", "eval.tasks=[]", resume="last")
     with pytest.raises(DataError):
         again("data.max_length=4", overwrite=True)
+    # A run that has ended is not run again.
+    assert again(resume="last").status == "completed"
     assert {path: path.stat().st_mtime_ns for path in s2ft_run.rglob("*") if path.is_file()} == before
 
 
