@@ -8,10 +8,10 @@ functions live in :mod:`finetune.methods.primitives`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
@@ -22,10 +22,14 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import TrainerCallback
 
-__all__ = ["Kind", "Method", "MethodConfig", "MethodSummary"]
+__all__ = ["Calibration", "Kind", "Method", "MethodConfig", "MethodSummary"]
 
+Calibration: TypeAlias = "Collection[Mapping[str, torch.Tensor]]"
 Kind = Literal["adapter", "delta", "subset"]
 """What is learned: modules added by PEFT, entries or slices of the base's own weights, or whole tensors of them."""
+
+CHOSEN_BEFORE: Calibration = []
+"""In place of calibration batches where a learned state will say what was chosen."""
 
 
 class MethodConfig(BaseModel):
@@ -91,6 +95,7 @@ class Method(ABC):
         self._base_fingerprint = ""
         self._tied = False
         self._total = 0
+        self._calibration: Calibration | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -103,17 +108,35 @@ class Method(ABC):
             raise TrainingError(f"method {self.name!r} is not attached", fix="model = method.attach(model)")
         return self._model
 
-    def attach(self, model: nn.Module, *, candidates: Iterable[str] | None = None) -> nn.Module:
+    def calibration_examples(self, total: int) -> int:
+        """Returns how many of ``total`` training examples the choice of what trains looks at; 0 where it needs none."""
+        return 0
+
+    def attach(
+        self,
+        model: nn.Module,
+        *,
+        candidates: Iterable[str] | None = None,
+        calibration: Calibration | None = None,
+        learned: str | Path | None = None,
+    ) -> nn.Module:
         """Freezes ``model`` but for what this method trains, and returns the model to train.
 
         Args:
             model: A plain transformers causal LM; it is changed in place, never its weights' values.
             candidates: Names of the parameters that the method may choose from; None means all of them.
+            calibration: Batches as the model takes them (``input_ids``, ``labels``, ``attention_mask``: int64 (B, T)),
+                on any device, for methods that choose by what the model does on data. They may be gone through several
+                times.
+            learned: A folder that :meth:`save` wrote: what was chosen and learned is loaded, nothing is chosen anew, so
+                that no calibration is needed.
 
         Returns:
             The model to train: ``model`` itself, or the module that wraps it.
 
         Raises:
+            CapabilityError: The method chooses by data, and there is no calibration.
+            CheckpointError: ``learned`` does not fit.
             TargetError: A pattern matched nothing, or something that the method cannot train.
             TrainingError: Nothing would train, or the method is attached already.
         """
@@ -121,6 +144,9 @@ class Method(ABC):
 
         if self._model is not None:
             raise TrainingError(f"method {self.name!r} is attached already", fix="build a new one for a new model")
+        if learned is not None:
+            calibration = CHOSEN_BEFORE
+        self._require_calibration(model, calibration)
         every = (name for name, _ in model.named_parameters())
         allowed = frozenset(every if candidates is None else candidates)
         self._base_fingerprint = base_fingerprint(model)
@@ -128,18 +154,52 @@ class Method(ABC):
         self._total = count_parameters(model)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
-        self._model = self._attach(model, allowed)
+        self._calibration = calibration or None
+        try:
+            self._model = self._attach(model, allowed)
+        finally:
+            self._calibration = None
+        if learned is not None:
+            self.load(learned)
         if not self.trained_parameters():
             raise TrainingError(f"method {self.name!r} leaves nothing to train in this model", fix="widen its targets")
         return self._model
 
+    def _require_calibration(self, model: nn.Module, calibration: Calibration | None) -> None:
+        # Without weights (a dry run) there is nothing to score: how much is chosen is known all the same.
+        weightless = any(parameter.is_meta for parameter in model.parameters())
+        if calibration or calibration is CHOSEN_BEFORE or weightless or not self.calibration_examples(1):
+            return
+        raise CapabilityError(
+            f"{self.name!r} chooses what trains by data, and was given none",
+            where="calibration",
+            got="no batches",
+            want="batches with input_ids and labels",
+            fix="method.attach(model, calibration=batches)",
+        )
+
     @abstractmethod
     def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
-        """Sets up a wholly frozen ``model`` so that just what this method trains requires gradients."""
+        """Sets up a wholly frozen ``model`` so that just what this method trains requires gradients.
+
+        ``self._calibration`` holds the batches to choose by. None there means that nothing is chosen by data: a learned
+        state will say what was chosen, or there are no weights.
+        """
+
+    def bind(self, *, total_steps: int) -> None:  # noqa: B027 - most methods do not care
+        """Tells the attached method how many optimizer steps the run has; for those whose choice follows a schedule."""
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Returns the parameters that train, by their name in :attr:`model`, in order."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def touched(self) -> frozenset[str]:
+        """Returns the names of the base's own parameters whose values training may change."""
+        return frozenset(key.rpartition(".")[0] for key in self.state_dict()) if self.kind != "adapter" else frozenset()
+
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns name and shape of what trains as the memory estimate is to place it."""
+        return {name: tuple(parameter.shape) for name, parameter in self.trained_parameters().items()}
 
     @abstractmethod
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -38,11 +38,12 @@ class MethodCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Restores the state that belongs to the step to go on from.
+        """Tells the method how long the run is, and restores the state that belongs to the step to go on from.
 
         Raises:
             CheckpointError: Neither the output folder nor ``args.resume_from_checkpoint`` holds the state.
         """
+        self.method.bind(total_steps=state.max_steps)
         if state.global_step == 0:
             return
         # The trainer does not tell a callback which folder it was given.

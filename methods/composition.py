@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import CapabilityError
-from finetune.methods.base import Kind, Method
+from finetune.methods.base import CHOSEN_BEFORE, Kind, Method
 from finetune.methods.whole_tensors import WholeTensors
 
 if TYPE_CHECKING:
@@ -46,14 +46,34 @@ class Composition(Method):
     def _attached(self) -> list[Method]:
         return [method for method in self.methods[:-1] if not isinstance(method, WholeTensors)] + [self.methods[-1]]
 
+    def calibration_examples(self, total: int) -> int:
+        """Returns the most that a member looks at."""
+        return max(method.calibration_examples(total) for method in self._attached)
+
+    def bind(self, *, total_steps: int) -> None:
+        """Tells every member."""
+        for method in self._attached:
+            method.bind(total_steps=total_steps)
+
     def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
-        for method in self.methods[:-1]:
-            if isinstance(method, WholeTensors):
+        # What is learned belongs to the plain base, not to what an earlier member made of it.
+        fingerprint, calibration = self._base_fingerprint, self._calibration or CHOSEN_BEFORE
+        for method in self.methods:
+            if isinstance(method, WholeTensors) and method is not self.methods[-1]:
                 candidates = frozenset(method.choose(model, candidates))
-            else:
-                model = method.attach(model, candidates=candidates)
-                candidates = frozenset(method.trained_parameters())
-        return self.methods[-1].attach(model, candidates=candidates)
+                continue
+            model = method.attach(model, candidates=candidates, calibration=calibration)
+            method._base_fingerprint = fingerprint
+            candidates = frozenset(method.trained_parameters())
+        return model
+
+    def touched(self) -> frozenset[str]:
+        """Returns what any member may change."""
+        return frozenset().union(*(method.touched() for method in self._attached))
+
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns what the last member trains."""
+        return self.methods[-1].trained_shapes()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the members' states, each key behind its member's name and a slash."""

@@ -3,17 +3,20 @@
 ``delta_config.json`` says which method, config and base; ``delta.safetensors`` holds, per base tensor ``NAME``:
 
 * ``NAME.value``: the trained values, in the dtype that was trained (a float32 master of a bfloat16 weight);
-* ``NAME.index`` (absent for whole tensors): int32 positions along ``axis`` of the base tensor, sorted; value and base
-  have them as their last dimension;
+* ``NAME.index`` (absent for whole tensors): positions along ``axis`` of the base tensor, int32 (int64 where a tensor
+  needs it), sorted; value and base have them as their last dimension;
 * ``NAME.base`` (with an index only): the base's values at those positions, in the base's dtype, which makes undoing
-  bit-exact and shows whether a base is the right one.
+  bit-exact and shows whether a base is the right one;
+* ``training/...``: what only going on with the training needs.
 
-``delta_config.json["axes"]`` maps each indexed tensor to its axis.
+``delta_config.json["axes"]`` maps each indexed tensor to its axis; null means that the positions count the entries of
+the flattened (row-major) tensor.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +32,10 @@ __all__ = [
     "DELTA_CONFIG",
     "DELTA_TENSORS",
     "INDEX",
+    "TRAINING",
     "VALUE",
     "apply_learned_state",
+    "learned_names",
     "narrowest_exact",
     "read_learned_state",
     "require_same_method",
@@ -40,7 +45,7 @@ __all__ = [
 
 DELTA_CONFIG = "delta_config.json"
 DELTA_TENSORS = "delta.safetensors"
-VALUE, INDEX, BASE = ".value", ".index", ".base"
+VALUE, INDEX, BASE, TRAINING = ".value", ".index", ".base", "training/"
 
 
 def write_learned_state(folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
@@ -70,6 +75,11 @@ def read_learned_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str,
         return load_file(folder / DELTA_TENSORS), metadata
     except (SafetensorError, ValueError) as error:
         raise CheckpointError("the learned state is damaged", where=str(folder), got=str(error)) from error
+
+
+def learned_names(tensors: Iterable[str]) -> list[str]:
+    """Returns the base tensors that the keys of a learned state are about, sorted."""
+    return sorted({key.rpartition(".")[0] for key in tensors if not key.startswith(TRAINING)})
 
 
 def narrowest_exact(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,7 +139,7 @@ def apply_learned_state(
         CheckpointError: The base lacks a tensor or has other values where the state has been trained.
     """
     parameters = dict(model.named_parameters())
-    for name in sorted({key.rpartition(".")[0] for key in tensors}):
+    for name in learned_names(tensors):
         if name not in parameters or f"{name}{VALUE}" not in tensors:
             raise CheckpointError(
                 "the learned state does not fit the base model",
@@ -151,6 +161,8 @@ def _write(
             weight.copy_(value)
             return
         axis = metadata["axes"][name]
+        if axis is None:
+            weight, axis = weight.view(-1), 0
         index = index.to(weight.device, torch.int64)
         here = weight.index_select(axis, index)
         base, value = (tensor.movedim(-1, axis) for tensor in (tensors[f"{name}{BASE}"].to(weight), value))

@@ -66,8 +66,7 @@ def _export_delta(run: Path, folder: Path, out: Path) -> None:
     method = build_method({"name": recorded["method"], **recorded["config"]})
     base = base_of(run) or recorded["base_model"]
     tied: Literal["keep", "untie"] = "keep" if recorded.get("tied", True) else "untie"
-    method.attach(load_model(base, dtype="float32", tied=tied))
-    method.load(folder)
+    method.attach(load_model(base, dtype="float32", tied=tied), learned=folder)
     method.export_lora(out)
 
 

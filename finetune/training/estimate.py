@@ -20,7 +20,6 @@ def estimate_plan(plan: Plan) -> MemoryEstimate:
     """Returns the estimated peak of a training step; the longest example decides the length of a row (P15)."""
     model: Any = plan.model
     arguments = plan.arguments
-    trained = plan.method.trained_parameters()
     attached = plan.method.model
     tensors = [*attached.parameters(), *attached.buffers()]
     weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -30,7 +29,7 @@ def estimate_plan(plan: Plan) -> MemoryEstimate:
     on_cpu = model.device.type in ("cpu", "meta")
     return estimate_memory(
         model.config,
-        trained={name: tuple(parameter.shape) for name, parameter in trained.items()},
+        trained=plan.method.trained_shapes(),
         frozen_bytes=weights - trained_bytes,
         trained_bytes=trained_bytes,
         weight_dtype=str(model.dtype).removeprefix("torch."),

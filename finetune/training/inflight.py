@@ -45,11 +45,11 @@ class InFlightChecks(TrainerCallback):
         """Checks what the optimizer holds (P5, P6) and remembers a sample of the trained and of the frozen values."""
         self._trained = self._method.trained_parameters()
         _check_optimizer(kwargs["optimizer"], self._trained)
-        learned = {key.rpartition(".")[0] for key in self._method.state_dict()}
+        touched = self._method.touched()
         frozen = {
             name: p
             for name, p in self._method.model.named_parameters()
-            if not p.requires_grad and name not in learned and p.numel()
+            if not p.requires_grad and name not in touched and p.numel()
         }
         every = max(1, len(frozen) // _FROZEN_SAMPLED)
         self._frozen = dict(list(frozen.items())[::every])

@@ -12,6 +12,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from finetune.core.errors import CapabilityError, ConfigError, DataError, FinetuneWarning
+from finetune.data.collate import PackingCollator, PaddingCollator
 from finetune.data.prepare import PreparedData, prepare_dataset, split_eval
 from finetune.methods import Method, build_method
 from finetune.models import load_config, load_model, load_tokenizer
@@ -19,7 +20,9 @@ from finetune.models.dtype import best_attention, resolve_device
 from finetune.models.load import resolve_dtype
 
 if TYPE_CHECKING:
-    from torch import nn
+    from pathlib import Path
+
+    from torch import Tensor, nn
 
     from finetune.config.schema import Recipe
 
@@ -52,12 +55,36 @@ class Plan:
     arguments: TrainingArguments
     attached: nn.Module | None = None
 
-    def attach(self) -> nn.Module:
-        """Attaches the method and returns the model to train."""
+    def attach(self, learned: Path | None = None) -> nn.Module:
+        """Attaches the method and returns the model to train.
+
+        Args:
+            learned: A checkpoint to go on from: what was chosen by data is read from it and not chosen again.
+        """
         # The method's random initialisation must not depend on what was drawn before, an evaluation for example.
         transformers.set_seed(self.recipe.seed)
-        self.attached = self.method.attach(self.model)
+        by_data = self.method.calibration_examples(len(self.train.dataset)) > 0 and self.model.device.type != "meta"
+        if by_data and learned is not None:
+            self.attached = self.method.attach(self.model, learned=learned)
+        else:
+            self.attached = self.method.attach(self.model, calibration=self._calibration() if by_data else None)
+        self.method.bind(total_steps=self.steps)
         return self.attached
+
+    def _calibration(self) -> list[dict[str, Tensor]]:
+        """Returns batches of a seeded sample of the training examples, as many as the method asks for."""
+        import torch
+
+        dataset = self.train.dataset
+        wanted = min(len(dataset), self.method.calibration_examples(len(dataset)))
+        generator = torch.Generator().manual_seed(self.recipe.seed)
+        rows = sorted(torch.randperm(len(dataset), generator=generator)[:wanted].tolist())
+        size, collate = self.arguments.per_device_train_batch_size, self.collator()
+        return [collate([dataset[row] for row in rows[start : start + size]]) for start in range(0, wanted, size)]
+
+    def collator(self) -> PackingCollator | PaddingCollator:
+        """Returns what makes batches of the examples."""
+        return PackingCollator() if self.recipe.data.packing else PaddingCollator(self.tokenizer.pad_token_id)
 
     @property
     def rows_per_step(self) -> int:

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from finetune.core.errors import FinetuneWarning, RefusedError, TrainingError
 from finetune.core.files import replaced_folder, write_json, write_text
-from finetune.data.collate import PackingCollator, PaddingCollator
 from finetune.report.model_card import write_model_card
 from finetune.report.page import write_report
 from finetune.report.plots import write_plots
@@ -105,7 +104,7 @@ class _Run:
 
     def execute(self, *, force: bool, fresh: bool) -> RunResult:
         before = self._evaluate(self.plan.model) if self._wants_before() else []
-        model = self.plan.attach()
+        model = self.plan.attach(self.checkpoint)
         estimate = estimate_plan(self.plan)
         self._preflight(estimate, force=force)
         if self.checkpoint is not None and (ended := _completed(self.run)) is not None:
@@ -229,7 +228,6 @@ class _Run:
             seed=plan.recipe.seed,
             group_by_length=plan.recipe.data.group_by_length,
         )
-        collator = PackingCollator() if plan.recipe.data.packing else PaddingCollator(plan.tokenizer.pad_token_id)
         metrics, stop = Metrics(self.run), StopOnSignal()
         trainer = FinetuneTrainer(
             method=plan.method,
@@ -237,7 +235,7 @@ class _Run:
             identity=plan.identity(),
             model=model,
             args=arguments,
-            data_collator=collator,
+            data_collator=plan.collator(),
             train_dataset=plan.train.dataset,
             eval_dataset=None if plan.evaluation is None else plan.evaluation.dataset,
             callbacks=[InFlightChecks(plan.method), metrics, ProgressDisplay(self.console), stop],

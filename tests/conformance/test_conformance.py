@@ -25,7 +25,9 @@ def attached(name: str, *, seed: int = 3, **options: Any) -> tuple[Method, Any, 
     base = base_model(name, **options)
     method = make(name)
     torch.manual_seed(seed)
-    return method, method.attach(copy.deepcopy(base)), base
+    model = method.attach(copy.deepcopy(base), calibration=[{"input_ids": INPUTS, "labels": INPUTS}])
+    method.bind(total_steps=10)
+    return method, model, base
 
 
 def train(model: Any, steps: int, *, learning_rate: float = 1e-2, decay: float = 0.1) -> list[float]:
@@ -81,7 +83,7 @@ class TestEveryMethod:
         losses = train(model, 20)
         assert losses[-1] < losses[0]
         assert any(not torch.equal(p.detach(), before[key]) for key, p in base_weights(model).items() if key in before)
-        touched = {key.rpartition(".")[0] for key in method.state_dict()} if method.kind != "adapter" else set()
+        touched = method.touched()
         own = {key: p.detach() for key, p in base.named_parameters()}
         for key, tensor in base_weights(model).items():
             if key in own and key not in touched and tensor.shape == own[key].shape:
@@ -171,7 +173,7 @@ class TestEveryMethod:
         assert losses[-1] < losses[0]
         assert all(p.dtype == torch.float32 for p in method.trained_parameters().values())
         frozen = {key: p for key, p in base_weights(model).items() if not p.requires_grad}
-        touched = {key.rpartition(".")[0] for key in method.state_dict()} if method.kind != "adapter" else set()
+        touched = method.touched()
         own = {key: p.detach() for key, p in base.named_parameters()}
         shared = [key for key in frozen if key in own and key not in touched and frozen[key].shape == own[key].shape]
         assert all(torch.equal(frozen[key], own[key]) for key in shared if frozen[key].dtype == torch.bfloat16)
