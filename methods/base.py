@@ -197,6 +197,10 @@ class Method(ABC):
         """Returns the names of the base's own parameters whose values training may change."""
         return frozenset(key.rpartition(".")[0] for key in self.state_dict()) if self.kind != "adapter" else frozenset()
 
+    def saved_scalars(self) -> int:
+        """Returns how many scalars a saved state has at least: those that have been trained so far."""
+        return self.summary().trained
+
     def trained_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns name and shape of what trains as the memory estimate is to place it."""
         return {name: tuple(parameter.shape) for name, parameter in self.trained_parameters().items()}

@@ -71,6 +71,10 @@ class Composition(Method):
         """Returns what any member may change."""
         return frozenset().union(*(method.touched() for method in self._attached))
 
+    def saved_scalars(self) -> int:
+        """Returns how many the last member has."""
+        return self.methods[-1].saved_scalars()
+
     def trained_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns what the last member trains."""
         return self.methods[-1].trained_shapes()

@@ -15,6 +15,7 @@ from finetune.methods.base import Kind, Method, MethodConfig, MethodSummary
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from finetune.methods.primitives.entry_pool import EntryPool, Observer
 
@@ -84,6 +85,8 @@ class SelectedEntries(Method):
             observer=self._observer(),
         )
         self._pool.choose(choice)
+        # What an adapter added is restored by the adapter's own state.
+        self._over_adapter = hasattr(model, "active_peft_config")
         self._sync = after_optimizer_step([self._pool.values], self._after_step)
         return model
 
@@ -115,12 +118,16 @@ class SelectedEntries(Method):
         """Returns what chooses while training; None where the choice is made once."""
         return None
 
-    def _after_step(self) -> None:
+    def _after_step(self, optimizer: Optimizer) -> None:
         self._pool.write()
 
     def touched(self) -> frozenset[str]:
         """Returns the names of the parameters in the scope."""
         return frozenset(self._pool.tensors)
+
+    def saved_scalars(self) -> int:
+        """Returns the number of entries that are chosen."""
+        return self._pool.chosen
 
     def trained_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns name and shape of each tensor in the scope: its layer keeps its input for the backward pass."""
@@ -138,7 +145,7 @@ class SelectedEntries(Method):
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Trains the entries of ``state`` instead of those chosen before; strict."""
-        self._pool.load_state_dict(state)
+        self._pool.load_state_dict(state, over_adapter=self._over_adapter)
 
     def save(self, folder: str | Path) -> None:
         """Writes the entries with their base values, and the metadata."""

@@ -121,6 +121,7 @@ def estimate_memory(
     config: PreTrainedConfig,
     *,
     trained: Mapping[str, tuple[int, ...]],
+    trained_count: int | None = None,
     frozen_bytes: int,
     trained_bytes: int,
     weight_dtype: str,
@@ -140,7 +141,8 @@ def estimate_memory(
 
     Args:
         config: The model's config.
-        trained: Name -> shape of every trained parameter.
+        trained: Name -> shape of every trained parameter, or of the tensor that its entries are chosen from.
+        trained_count: Scalars that train, where they are fewer than the shapes have.
         frozen_bytes: Bytes of all tensors that do not train, buffers included; a tied tensor counts once.
         trained_bytes: Bytes of the trained parameters as they are held, masters included.
         weight_dtype: Dtype in which the model computes: float32, bfloat16 or float16.
@@ -177,7 +179,7 @@ def estimate_memory(
         "process": process_bytes,
         "weights": frozen_bytes,
         "trained": trained_bytes,
-        "optimizer": optimizer_state_bytes(optimizer, places.count),
+        "optimizer": optimizer_state_bytes(optimizer, places.count if trained_count is None else trained_count),
     }
     phases = _phases(step, step.tokens if label_tokens is None else label_tokens, logits_chunk)
     gradients = trained_bytes if accumulation > 1 else 0

@@ -23,13 +23,15 @@ def estimate_plan(plan: Plan) -> MemoryEstimate:
     attached = plan.method.model
     tensors = [*attached.parameters(), *attached.buffers()]
     weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    trained_bytes = plan.method.summary().trained_bytes
+    summary = plan.method.summary()
+    trained_bytes = summary.trained_bytes
     length = max(plan.train.dataset["length"])
     rows = arguments.per_device_train_batch_size
     on_cpu = model.device.type in ("cpu", "meta")
     return estimate_memory(
         model.config,
         trained=plan.method.trained_shapes(),
+        trained_count=summary.trained,
         frozen_bytes=weights - trained_bytes,
         trained_bytes=trained_bytes,
         weight_dtype=str(model.dtype).removeprefix("torch."),

@@ -98,7 +98,7 @@ class FinetuneTrainer(Trainer):
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 staged = self._staging / name
-                verify_tensors(staged, at_least=self.method.summary().trained)
+                verify_tensors(staged, at_least=self.method.saved_scalars())
                 complete_checkpoint(staged, run, self.identity)
                 rotate(run, keep=self.args.save_total_limit, best=self.state.best_model_checkpoint)
         finally:

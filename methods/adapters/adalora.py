@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+    from torch.optim import Optimizer
 
 __all__ = ["AdaLora"]
 
@@ -49,7 +50,7 @@ class AdaLora(PeftTuner):
     def _resumes_from_own_file(self) -> bool:
         return True
 
-    def _allocate(self) -> None:
+    def _allocate(self, optimizer: Optimizer) -> None:
         self._step += 1
         self._tuner.update_and_allocate(self._step)
 

@@ -70,8 +70,9 @@ def _dense(grad_TM: Tensor, x_TN: Tensor, pattern: EntryPattern) -> Tensor:
 
 
 def _sampled(grad_TM: Tensor, x_TN: Tensor, pattern: EntryPattern) -> Tensor:
-    product = torch.sparse.sampled_addmm(pattern.zeros, grad_TM.t().float(), x_TN.float(), beta=0.0)
-    return product.values()
+    product: Tensor = torch.sparse.sampled_addmm(pattern.zeros, grad_TM.t().float(), x_TN.float(), beta=0.0)
+    values: Tensor = product.values()
+    return values
 
 
 def _gather(grad_TM: Tensor, x_TN: Tensor, pattern: EntryPattern) -> Tensor:
@@ -108,8 +109,8 @@ def fastest_backend(rows: int, columns: int, entries: int, dtype: torch.dtype, d
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(_NOMINAL_TOKENS, rows, generator=generator).to(dtype)
     x = torch.randn(_NOMINAL_TOKENS, columns, generator=generator).to(dtype)
-    index = torch.randint(rows * columns, (min(entries, rows * columns),), generator=generator).unique()
-    pattern = EntryPattern(index.int(), rows, columns)
+    index = torch.randint(rows * columns, (min(entries, rows * columns),), generator=generator)
+    pattern = EntryPattern(torch.unique(index).int(), rows, columns)
     names = [name for name in BACKENDS if name != "sampled" or dtype == torch.float32]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(_ROUNDS + 1):

@@ -127,7 +127,10 @@ def _read(module: Any, *, name: str) -> Tensor:
     if not torch.is_grad_enabled():
         return parameter
     entries: EntryTensor = module.routed_entries[name]
-    return _alias(parameter, entries.pool.token(), entries)
+    alias: Any = _alias(parameter, entries.pool.token(), entries)
+    # To whoever asks, as Module.get_parameter does, it is the parameter: it has its storage.
+    alias._is_param = True
+    return cast(Tensor, alias)
 
 
 def _empty(plain: Any, names: tuple[str, ...]) -> nn.Module:

@@ -84,12 +84,12 @@ class EntryTensor:
         """Takes the dense gradient of one use of the parameter, of its shape."""
         flat, pool = gradient.reshape(-1), self.pool
         pool.add(self.slot, flat.index_select(0, self.index))
-        if pool.showing:
+        if pool.showing():
             pool.show(self, flat)
 
     def receive_factors(self, grad: Tensor, x: Tensor) -> None:
         """Takes the two factors (T, M) and (T, N) of the gradient ``grad^T x`` of a linear layer's weight."""
-        if self.pool.showing:
+        if self.pool.showing():
             self.receive(grad.t() @ x)
         elif self.index.numel():
             if self.pattern is None:
@@ -134,7 +134,6 @@ class EntryPool:
     Attributes:
         values: The parameter, float32 (B,).
         tensors: The tensors, by name.
-        showing: Whether the current pass shows dense gradients to the observer.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class EntryPool:
         device = next(iter(tensors.values())).device
         self.values = nn.Parameter(torch.zeros(capacity, dtype=torch.float32, device=device))
         self.observer = observer
-        self.showing = False
+        self._showing: bool | None = None
         self._to_base = to_base
         self._gradient: Tensor | None = None
         self._token: Tensor | None = None
@@ -233,9 +232,14 @@ class EntryPool:
                 )
             for entries in self.tensors.values():
                 entries.to(entries.weight.device)
-            self.showing = self.observer is not None and self.observer.begin_pass()
             self._token = _deliver(self.values, self)
         return self._token
+
+    def showing(self) -> bool:
+        """Returns whether the backward pass under way shows dense gradients to the observer; its start decides."""
+        if self._showing is None:
+            self._showing = self.observer is not None and self.observer.begin_pass()
+        return self._showing
 
     def add(self, slot: Tensor, gradient: Tensor) -> None:
         """Adds gradients (K,) at ``slot``."""
@@ -260,10 +264,10 @@ class EntryPool:
             assert self.observer is not None
             self.observer.observe(entries, shared)
         gradient = torch.zeros_like(self.values) if self._gradient is None else self._gradient
-        self._gradient = self._token = None
-        if self.showing:
+        if self.showing():
             assert self.observer is not None
             self.observer.end_pass(gradient)
+        self._gradient = self._token = self._showing = None
         return gradient
 
     def detach(self) -> None:
@@ -293,20 +297,29 @@ class EntryPool:
         return {**state, _BACKENDS: torch.tensor(backends, dtype=torch.uint8)}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor], *, over_adapter: bool = False) -> None:
         """Chooses and sets what ``state`` says; strict.
+
+        Args:
+            state: As :meth:`state_dict` returns it.
+            over_adapter: Whether the entries are those of an adapter whose trained weights have been loaded: what they
+                were at first only ``state`` knows then.
 
         Raises:
             CheckpointError: A tensor is missing, does not fit, or belongs to another base. Nothing is changed then.
         """
         self._check(state)
-        self.restore_base()
+        if not over_adapter:
+            for name in learned_names(state):
+                self._check_base(name, state)
+            self.restore_base()
         start = 0
         for name, entries in self.tensors.items():
             index = state.get(f"{name}{INDEX}", torch.empty(0, dtype=torch.int64)).to(entries.weight.device)
             stop = start + index.numel()
             slot = state[_SLOTS][start:stop].to(index) if index.numel() else index
-            entries.set(index, slot, entries.flat.index_select(0, index))
+            base = state[f"{name}{BASE}"].to(entries.weight) if index.numel() else entries.flat[:0]
+            entries.set(index, slot, base)
             if index.numel() and not self._to_base:
                 self.values[slot] = state[f"{name}{VALUE}"].to(self.values)
             start = stop
@@ -336,15 +349,17 @@ class EntryPool:
                 got=f"{total:,}",
                 want=f"at most {self.values.numel():,}",
             )
-        for name in names:
-            self._check_base(name, state)
 
     def _check_base(self, name: str, state: Mapping[str, Tensor]) -> None:
-        entries, index = self.tensors[name], state[f"{name}{INDEX}"].long()
-        base = entries.flat.index_put((entries.index,), entries.base) if entries.index.numel() else entries.flat
-        inside = index.numel() == 0 or bool((index >= 0).all() and (index < base.numel()).all())
-        stored = state[f"{name}{BASE}"].to(base)
-        if not inside or not torch.equal(base.index_select(0, index.to(base.device)), stored):
+        """Checks the weight against the stored base values, or the trained ones where a stock trainer loaded those."""
+        entries = self.tensors[name]
+        plain = entries.flat.index_put((entries.index,), entries.base) if entries.index.numel() else entries.flat
+        index, value, base = (state[f"{name}{part}"].to(plain.device) for part in (INDEX, VALUE, BASE))
+        fits = index.shape == value.shape == base.shape and bool((index >= 0).all() and (index < plain.numel()).all())
+        if fits:
+            here = plain.index_select(0, index)
+            fits = bool(((here == base.to(here)) | (here == value.to(here))).all())
+        if not fits:
             raise CheckpointError(
                 "the learned state belongs to another base model", where=name, fix="load the base it was trained on"
             )
@@ -357,7 +372,7 @@ class EntryPool:
 
     def __getstate__(self) -> dict[str, Any]:
         # Nothing of a pass under way can be copied, and a copy of the model has no business with the choosing.
-        return {**self.__dict__, "_token": None, "_gradient": None, "_shared": {}, "observer": None, "showing": False}
+        return {**self.__dict__, "_token": None, "_gradient": None, "_shared": {}, "observer": None, "_showing": None}
 
 
 def _hide(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

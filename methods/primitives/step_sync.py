@@ -1,4 +1,4 @@
-"""Runs something after every optimizer step that moves given parameters, whatever the optimizer and the loop."""
+"""Runs something before or after every optimizer step on given parameters, whatever the optimizer and the loop."""
 
 from __future__ import annotations
 
@@ -8,18 +8,27 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["after_optimizer_step"]
+__all__ = ["after_optimizer_step", "before_optimizer_step"]
 
 
-def after_optimizer_step(parameters: Iterable[nn.Parameter], action: Callable[[], None]) -> RemovableHandle:
+def before_optimizer_step(parameters: Iterable[nn.Parameter], action: Callable[[Optimizer], None]) -> RemovableHandle:
+    """Calls the bound method ``action`` before each step of an optimizer that holds any of ``parameters``."""
+    return _hook(register_optimizer_step_pre_hook, parameters, action)
+
+
+def after_optimizer_step(parameters: Iterable[nn.Parameter], action: Callable[[Optimizer], None]) -> RemovableHandle:
     """Calls the bound method ``action`` after each step of an optimizer that holds any of ``parameters``.
 
     A hook on the step rather than a look at the tensors' version counters: fused AdamW does not advance those. The hook
     is on all optimizers because the one that will train does not exist yet; it goes when the method's owner goes.
     """
+    return _hook(register_optimizer_step_post_hook, parameters, action)
+
+
+def _hook(register: Any, parameters: Iterable[nn.Parameter], action: Callable[[Optimizer], None]) -> RemovableHandle:
     wanted = {id(parameter) for parameter in parameters}
     weak_action = weakref.WeakMethod(action)
 
@@ -28,8 +37,8 @@ def after_optimizer_step(parameters: Iterable[nn.Parameter], action: Callable[[]
         if alive is not None and any(
             id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]
         ):
-            alive()
+            alive(optimizer)
 
-    handle = register_optimizer_step_post_hook(hook)
+    handle: RemovableHandle = register(hook)
     weakref.finalize(action.__self__, handle.remove)  # type: ignore[attr-defined]
     return handle

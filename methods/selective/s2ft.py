@@ -21,6 +21,7 @@ from finetune.methods.registry import register
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from finetune.methods.primitives.column_slice import ColumnSlice
 
@@ -172,7 +173,7 @@ class S2FT(Method):
                 stacklevel=2,
             )
 
-    def _write(self) -> None:
+    def _write(self, optimizer: Optimizer) -> None:
         for layer in self._slices.values():
             layer.write()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import GradientState
 
 import finetune
 from finetune.core.errors import CapabilityError, CheckpointError
@@ -206,6 +207,8 @@ class TestEveryMethod:
             for cut in cuts:
                 rows = INPUTS[cut]
                 items = torch.tensor(INPUTS[:, 1:].numel())
+                # As accelerate does it for every trainer.
+                GradientState()._set_sync_gradients(cut is cuts[-1])
                 model(input_ids=rows, labels=rows, num_items_in_batch=items).loss.backward()
             collected.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
         for key, gradient in whole[0].items():

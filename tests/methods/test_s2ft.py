@@ -129,7 +129,7 @@ def test_a_hook_goes_with_its_method_and_leaves_other_optimizers_alone() -> None
     class Owner:
         calls = 0
 
-        def act(self) -> None:
+        def act(self, optimizer: torch.optim.Optimizer) -> None:
             Owner.calls += 1
 
     mine, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))

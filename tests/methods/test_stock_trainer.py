@@ -17,7 +17,13 @@ import finetune
 from finetune.core.errors import CheckpointError
 from support.tiny import tiny_llama, token_batch
 
-NAMES = {"s2ft": {"ratio": 0.2}, "top_layers": {}, "lora": {"r": 2, "target_modules": "all-linear"}}
+NAMES = {
+    "s2ft": {"ratio": 0.2},
+    "id3": {"budget": 60},
+    "random": {"weight_decay_target": "base"},
+    "top_layers": {},
+    "lora": {"r": 2, "target_modules": "all-linear"},
+}
 ROWS = [{"input_ids": row, "labels": row} for row in token_batch(16, 10)]
 
 
@@ -83,6 +89,7 @@ for name, settings in names.items():
     torch.manual_seed(0)
     method = finetune.method(name, **settings)
     model = method.attach(tiny_qwen() if name == "bitfit" else tiny_llama())
+    method.bind(total_steps=4)
     sent = []
     wrapped = model
     if distributed:

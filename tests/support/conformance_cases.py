@@ -19,6 +19,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "boft": {"boft_block_size": 4, "target_modules": ["q_proj", "v_proj"]},
     "c3a": {"block_size": 4},
     "fourierft": {"n_frequency": 20},
+    "id3": {"accumulation": "exact"},
     "lora": {"r": 4, "target_modules": "all-linear"},
     "miss": {"r": 4},
     "oft": {"oft_block_size": 4},

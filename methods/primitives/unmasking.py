@@ -1,0 +1,210 @@
+"""ID3's choice while training: at every optimizer step the entries of highest score join those that train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from accelerate.state import GradientState
+from torch import Tensor
+
+from finetune.core.errors import TrainingError
+from finetune.methods.primitives.entry_choice import TopEntries, offsets_of, top_of
+from finetune.methods.primitives.entry_pool import EntryPool, EntryTensor
+
+__all__ = ["Unmasking", "UnmaskingRule", "unmasked_by"]
+
+_CANDIDATES_PER_ENTRY = 5
+"""How many candidates each tensor proposes per entry that will be chosen, where not all gradients are there at once."""
+
+
+@dataclass(frozen=True)
+class UnmaskingRule:
+    """Which entries are unmasked, and when.
+
+    Attributes:
+        exponent: e of the score ``|g| / (|w| + epsilon)^e``.
+        epsilon: Keeps the score of small weights finite.
+        schedule: ``uniform`` spreads the budget over the steps; ``frontload`` gives the first steps the remainder.
+        select_every: Steps whose quotas are unmasked together, at the first of them.
+        accumulation: With gradient accumulation the score needs the sum of all micro-batches: ``exact`` keeps it whole;
+            ``candidates`` keeps it for the best entries of the first; ``last`` scores by the last alone.
+    """
+
+    exponent: float
+    epsilon: float
+    schedule: Literal["uniform", "frontload"]
+    select_every: int
+    accumulation: Literal["exact", "last", "candidates"]
+
+    def score(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        """Returns the D3 score of entries, float32, of the arguments' shape."""
+        magnitude = gradient.abs().float()
+        if self.exponent == 0:
+            return magnitude
+        return magnitude / weight.abs().float().add_(self.epsilon).pow_(self.exponent)
+
+
+def unmasked_by(step: int, *, budget: int, steps: int, schedule: str) -> int:
+    """Returns how many entries are unmasked after ``step`` of ``steps`` optimizer steps; all of them from then on."""
+    step = min(step, steps)
+    if schedule == "uniform":
+        return budget * step // steps
+    return budget // steps * step + min(step, budget % steps)
+
+
+class Unmasking:
+    """An :class:`~finetune.methods.primitives.entry_pool.Observer` that fills a pool step by step.
+
+    Over several processes the score is that of the mean gradient: each proposes candidates, and only their gradients
+    travel, unless ``accumulation`` is ``exact``.
+
+    Args:
+        rule: What to unmask, and when.
+
+    Attributes:
+        step: Optimizer steps taken.
+        total_steps: Optimizer steps over which the budget is unmasked; None until it is known.
+        arrival: ``step`` at which each slot of the pool was filled, int32 (B,).
+    """
+
+    pool: EntryPool
+    arrival: Tensor
+
+    def __init__(self, rule: UnmaskingRule) -> None:
+        self._rule = rule
+        self.step = 0
+        self.total_steps: int | None = None
+        self._sums: dict[str, Tensor] = {}
+        self._candidates: dict[str, Tensor] = {}
+        self._quota = 0
+        self._last = True
+        self._top: TopEntries | None = None
+
+    def watch(self, pool: EntryPool) -> None:
+        """Takes over the filling of ``pool``."""
+        self.pool = pool
+        self.arrival = torch.zeros(pool.values.numel(), dtype=torch.int32, device=pool.values.device)
+        self._offsets = offsets_of({name: entries.weight.numel() for name, entries in pool.tensors.items()})
+
+    def begin_pass(self) -> bool:
+        """Returns whether this micro-batch counts for a choice."""
+        self._quota = self._open_quota()
+        # accelerate, and with it every trainer, says here whether the optimizer will step after this micro-batch.
+        self._last = GradientState().sync_gradients
+        if self._quota == 0 or (self._rule.accumulation == "last" and not self._last):
+            return False
+        self._top = TopEntries(self._offsets, self._quota)
+        return True
+
+    def _open_quota(self) -> int:
+        if self.total_steps is None:
+            raise TrainingError(
+                "id3 does not know over how many steps to unmask its budget",
+                fix="method.bind(total_steps=...) before training, or the method's key steps",
+            )
+        if self.step % self._rule.select_every and self.step < self.total_steps:
+            return 0
+        reached = self.step + self._rule.select_every
+        due = unmasked_by(
+            reached, budget=self.pool.values.numel(), steps=self.total_steps, schedule=self._rule.schedule
+        )
+        return max(0, due - self.pool.chosen)
+
+    def observe(self, entries: EntryTensor, gradient: Tensor) -> None:
+        """Scores the entries of one tensor by its flat dense gradient, or keeps what the score will need."""
+        if self._rule.accumulation == "exact":
+            self._observe_sum(entries, gradient)
+        elif self._last and _processes() == 1 and entries.name not in self._candidates:
+            self._score(entries, gradient, gradient)
+        else:
+            self._observe_candidates(entries, gradient)
+
+    def _observe_sum(self, entries: EntryTensor, gradient: Tensor) -> None:
+        if entries.name in self._sums:
+            gradient = self._sums.pop(entries.name).add_(gradient)
+        elif not self._last or _processes() > 1:
+            gradient = gradient.clone()
+        if not self._last:
+            self._sums[entries.name] = gradient
+            return
+        self._score(entries, _mean(gradient), gradient)
+
+    def _observe_candidates(self, entries: EntryTensor, gradient: Tensor) -> None:
+        index = self._candidates.get(entries.name)
+        if index is None:
+            scores = self._open_scores(entries, gradient)
+            index = _union(top_of(scores, _CANDIDATES_PER_ENTRY * self._quota))
+            self._candidates[entries.name] = index
+        own = gradient.index_select(0, index).float()
+        self._sums[entries.name] = self._sums[entries.name] + own if entries.name in self._sums else own
+
+    def _open_scores(self, entries: EntryTensor, gradient: Tensor) -> Tensor:
+        """Returns the scores of a tensor's entries, minus infinity for those that train already."""
+        scores = self._rule.score(gradient, entries.flat)
+        scores[entries.index] = -torch.inf
+        return scores
+
+    def _score(self, entries: EntryTensor, gradient: Tensor, own: Tensor) -> None:
+        assert self._top is not None
+        self._top.add(entries.name, self._open_scores(entries, gradient), own)
+
+    def end_pass(self, gradient: Tensor) -> None:
+        """Unmasks the best entries, in the backward pass, so that clipping sees their gradients."""
+        if not self._last:
+            return
+        assert self._top is not None
+        if self._candidates:
+            self._score_candidates(self._top)
+        chosen, scores = self._top.result()
+        self._sums, self._candidates, self._top = {}, {}, None
+        # A gradient scaler skips the step of a gradient that is not finite, and tries again.
+        if not bool(torch.isfinite(scores).all()):
+            return
+        start = self.pool.chosen
+        for name, (index, own) in chosen.items():
+            slot = torch.arange(start, start + index.numel(), device=index.device)
+            self.pool.extend(self.pool.tensors[name], index, slot)
+            gradient[slot] = own.float()
+            self.arrival[slot] = self.step
+            start += index.numel()
+
+    def _score_candidates(self, top: TopEntries) -> None:
+        own = torch.cat(list(self._sums.values()))
+        means, start = _mean(own), 0
+        for name, index in self._candidates.items():
+            entries = self.pool.tensors[name]
+            part = slice(start, start + index.numel())
+            scores = torch.full((entries.weight.numel(),), -torch.inf, device=own.device)
+            scores[index] = self._rule.score(means[part], entries.flat.index_select(0, index))
+            scores[entries.index] = -torch.inf
+            gradient = torch.zeros_like(scores)
+            gradient[index] = own[part]
+            top.add(name, scores, gradient)
+            start = part.stop
+
+
+def _processes() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _mean(tensor: Tensor) -> Tensor:
+    """Returns the mean of ``tensor`` over the processes, leaving it as it is."""
+    if _processes() == 1:
+        return tensor
+    mean: Tensor = tensor.clone()
+    dist.all_reduce(mean)
+    mean.div_(_processes())
+    return mean
+
+
+def _union(index: Tensor) -> Tensor:
+    """Returns the distinct positions, ascending, that any process has in ``index``; all have equally many."""
+    if _processes() == 1:
+        return index
+    every = [torch.empty_like(index) for _ in range(_processes())]
+    dist.all_gather(every, index)
+    union: Tensor = torch.unique(torch.cat(every))
+    return union

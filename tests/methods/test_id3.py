@@ -1,0 +1,325 @@
+"""ID3 against a dense masked oracle, and its schedule and scores against numbers worked by hand."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import GradientState
+
+import finetune
+from finetune.core.errors import TrainingError
+from finetune.methods import build_method
+from finetune.methods.primitives.entry_choice import TopEntries, offsets_of
+from finetune.methods.primitives.unmasking import UnmaskingRule, unmasked_by
+from support.tiny import tiny_gpt2, tiny_llama, token_batch
+
+STEPS = 12
+
+
+def rule(epsilon: float, exponent: float) -> UnmaskingRule:
+    return UnmaskingRule(exponent, epsilon, "uniform", 1, "exact")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "budget", "steps", "quotas"),
+    [
+        ("uniform", 7, 3, [2, 2, 3]),
+        ("frontload", 7, 3, [3, 2, 2]),
+        ("uniform", 2, 5, [0, 0, 1, 0, 1]),
+        ("frontload", 2, 5, [1, 1, 0, 0, 0]),
+    ],
+)
+def test_schedules_of_the_spec(schedule: str, budget: int, steps: int, quotas: list[int]) -> None:
+    reached = [unmasked_by(step, budget=budget, steps=steps, schedule=schedule) for step in range(steps + 3)]
+    assert [after - before for before, after in itertools.pairwise(reached)] == [*quotas, 0, 0]
+
+
+def test_updates_of_the_spec() -> None:
+    """B = 6 over 3 steps: 2 + 4 + 6 updates, where a static mask makes 18."""
+    assert sum(unmasked_by(step, budget=6, steps=3, schedule="uniform") for step in (1, 2, 3)) == 12
+
+
+@pytest.mark.parametrize(
+    ("exponent", "expected"),
+    [
+        (0.0, (0.3, 0.1, 0.05, 0.6)),
+        (1.0, (0.5, 0.8333, 0.5, 0.375)),
+        (2.0, (0.8333, 6.9444, 5.0, 0.2344)),
+        (-1.0, (0.18, 0.012, 0.005, 0.96)),
+    ],
+)
+def test_scores_of_the_spec(exponent: float, expected: tuple[float, ...]) -> None:
+    weight = torch.tensor([0.5, -0.02, 0.0, 1.5])
+    gradient = torch.tensor([0.3, -0.1, 0.05, 0.6])
+    score = rule(0.1, exponent).score(gradient, weight)
+    torch.testing.assert_close(score, torch.tensor(expected), atol=5e-5, rtol=1e-4)
+
+
+def test_ties_go_to_the_lower_index_as_in_the_spec() -> None:
+    weight, gradient = torch.tensor([1.5, -0.5, 0.0, 3.5]), torch.tensor([1.0, -0.5, 0.25, 3.0])
+    score = rule(0.5, 1.0).score(gradient, weight)
+    assert score.tolist() == [0.5, 0.5, 0.5, 0.75]
+    top = TopEntries(offsets_of({"w": 4}), 2)
+    top.add("w", score, gradient)
+    chosen, _ = top.result()
+    assert chosen["w"][0].tolist() == [0, 3]
+
+
+class DenseOracle:
+    """The same rule with dense gradients, masks and Adam moments, in float64; decay moves unmasked entries only."""
+
+    def __init__(self, model: Any, names: list[str], *, budget: int, steps: int, per_entry: bool, **options: float):
+        self.weights = {name: model.get_parameter(name) for name in names}
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        for weight in self.weights.values():
+            weight.requires_grad_(True)
+        sizes = [weight.numel() for weight in self.weights.values()]
+        self.master = self._flat(self.weights.values()).double()
+        self.mask = torch.zeros(sum(sizes), dtype=torch.bool)
+        self.since = torch.zeros(sum(sizes))
+        self.first, self.second = torch.zeros(sum(sizes)).double(), torch.zeros(sum(sizes)).double()
+        self.step, self.budget, self.steps, self.per_entry, self.options = 0, budget, steps, per_entry, options
+
+    @staticmethod
+    def _flat(tensors: Any) -> torch.Tensor:
+        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+    def take_step(self, *, lr: float, clip: float | None, decay: float) -> None:
+        gradient = self._flat(weight.grad for weight in self.weights.values())
+        for weight in self.weights.values():
+            weight.grad = None
+        quota = unmasked_by(self.step + 1, budget=self.budget, steps=self.steps, schedule="uniform") - int(
+            self.mask.sum()
+        )
+        score = gradient.abs() / (self._flat(self.weights.values()).abs() + 0.1)
+        score[self.mask] = -1
+        new = score.sort(descending=True, stable=True).indices[:quota]
+        self.mask[new] = True
+        self.since[new] = self.step
+        self.step += 1
+        g = torch.where(self.mask, gradient, 0).double()
+        if clip is not None and g.norm() > clip:
+            g *= clip / (g.norm() + 1e-6)
+        self.first = 0.9 * self.first + 0.1 * g
+        self.second = 0.999 * self.second + 0.001 * g * g
+        age = (self.step - self.since if self.per_entry else torch.full_like(self.since, self.step)).double()
+        update = self.first / (1 - 0.9**age) / ((self.second / (1 - 0.999**age)).sqrt() + 1e-8)
+        moved = self.master * (1 - lr * decay) - lr * update
+        self.master = torch.where(self.mask, moved, self.master)
+        start = 0
+        for weight in self.weights.values():
+            with torch.no_grad():
+                weight.copy_(self.master[start : start + weight.numel()].view_as(weight))
+            start += weight.numel()
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
+@pytest.mark.parametrize(("clip", "decay"), [(None, 0.0), (0.05, 0.0), (0.05, 0.1)])
+@pytest.mark.parametrize("state", ["global", "per_entry"])
+@pytest.mark.parametrize("cuts", [1, 3])
+def test_equals_the_dense_masked_oracle(build: Any, clip: float | None, decay: float, state: str, cuts: int) -> None:
+    base, budget = build(), 101
+    model = copy.deepcopy(base)
+    method = finetune.method("id3", budget=budget, state=state, accumulation="exact")
+    method.attach(model)
+    method.bind(total_steps=8)  # fewer than are taken
+    oracle = DenseOracle(base, sorted(method.touched(), key=list(dict(base.named_parameters())).index), budget=budget,
+                         steps=8, per_entry=state == "per_entry")  # fmt: skip
+    optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2, weight_decay=decay, fused=True)
+    for step in range(STEPS):
+        rows = token_batch(6, 9, seed=step).chunk(cuts)
+        for network in (model, base):
+            for part in rows:
+                GradientState()._set_sync_gradients(part is rows[-1])
+                (network(input_ids=part, labels=part).loss / cuts).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        oracle.take_step(lr=1e-2, clip=clip, decay=decay)
+        chosen = {name: entries.index.tolist() for name, entries in method._pool.tensors.items()}
+        start = 0
+        for name, weight in oracle.weights.items():
+            mask = oracle.mask[start : start + weight.numel()]
+            assert mask.nonzero().reshape(-1).tolist() == chosen[name], (step, name)
+            start += weight.numel()
+            torch.testing.assert_close(model.get_parameter(name).detach(), weight.detach(), atol=3e-6, rtol=1e-5)
+    assert int(oracle.mask.sum()) == budget
+
+
+@pytest.mark.parametrize(("budget", "total", "every"), [(30, 5, 1), (3, 10, 1), (40, 7, 3), (17, 4, 20)])
+def test_the_budget_is_met_exactly_and_the_rest_stays_bit_identical_in_bfloat16(
+    budget: int, total: int, every: int
+) -> None:
+    model = tiny_llama(dtype=torch.bfloat16)
+    before = copy.deepcopy(model)
+    method = finetune.method("id3", budget=budget, select_every=every)
+    method.attach(model)
+    method.bind(total_steps=total)
+    optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2, weight_decay=0.1)
+    counts = []
+    for step in range(20):
+        ids = token_batch(2, 9, seed=step)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(method._pool.chosen)
+        assert all(p.grad is None for name, p in model.named_parameters() if name != "selected_entries")
+    reached = [min(total, step - step % every + every) if step < total else total for step in range(20)]
+    assert counts == [budget * step // total for step in reached]
+    assert counts[-1] == budget
+    changed = 0
+    for name, parameter in before.named_parameters():
+        differs = (model.get_parameter(name) != parameter).reshape(-1).nonzero().reshape(-1).tolist()
+        chosen = method._pool.tensors[name].index.tolist() if name in method.touched() else []
+        assert set(differs) <= set(chosen), name
+        changed += len(differs)
+    assert changed > budget / 2
+
+
+def test_equal_scores_take_the_first_entries_and_exactly_so_many() -> None:
+    model = tiny_llama(layers=1)
+    method = finetune.method("id3", budget=10, exp=0.0, scope={"include": ["q_proj", "down_proj"]})
+    method.attach(model)
+    method.bind(total_steps=2)
+    entries = method._pool.tensors
+    gradient = torch.zeros_like(method._pool.values)
+    assert method._unmasking.begin_pass()
+    for name in reversed(entries):  # as a backward pass meets them
+        method._unmasking.observe(entries[name], torch.ones(entries[name].weight.numel()))
+    method._unmasking.end_pass(gradient)
+    first, second = entries
+    assert entries[first].index.tolist() == [0, 1, 2, 3, 4]
+    assert entries[second].index.numel() == 0
+    assert gradient.tolist() == [1.0] * 5 + [0.0] * 5
+
+
+def test_one_dense_gradient_is_alive_at_a_time_and_none_where_nothing_is_unmasked() -> None:
+    model = tiny_llama(layers=3)
+    method = finetune.method("id3", budget=30, select_every=2)
+    method.attach(model)
+    method.bind(total_steps=4)
+    seen: list[weakref.ref[torch.Tensor]] = []
+    observe = method._unmasking.observe
+
+    def watched(entries: Any, gradient: torch.Tensor) -> None:
+        assert all(reference() is None for reference in seen)
+        seen.append(weakref.ref(gradient))
+        observe(entries, gradient)
+
+    method._unmasking.observe = watched
+    optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2)
+    counts = []
+    for step in range(6):
+        ids = token_batch(2, 9, seed=step)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(len(seen))
+    tensors = len(method.touched())
+    assert counts == [tensors, tensors, 2 * tensors, 2 * tensors, 2 * tensors, 2 * tensors]
+
+
+def test_the_optimizer_holds_two_values_per_budgeted_entry() -> None:
+    model = tiny_llama()
+    method = finetune.method("id3", budget=50)
+    method.attach(model)
+    method.bind(total_steps=5)
+    optimizer = torch.optim.AdamW(method.trained_parameters().values())
+    ids = token_batch()
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    held = [t.numel() for state in optimizer.state.values() for name, t in state.items() if name != "step"]
+    assert held == [50, 50]
+
+
+def test_a_gradient_that_is_not_finite_unmasks_nothing_and_costs_no_quota() -> None:
+    model = tiny_llama()
+    method = finetune.method("id3", budget=40)
+    method.attach(model)
+    method.bind(total_steps=4)
+    ids = token_batch()
+    (model(input_ids=ids, labels=ids).loss * torch.inf).backward()
+    assert method._pool.chosen == 0
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert method._pool.chosen == 10
+
+
+@pytest.mark.parametrize("accumulation", ["candidates", "last"])
+def test_cheap_scores_over_micro_batches_keep_the_budget_and_the_sums(accumulation: str) -> None:
+    model = tiny_llama()
+    method = finetune.method("id3", budget=20, accumulation=accumulation)
+    method.attach(model)
+    method.bind(total_steps=1)
+    parts = token_batch(6, 9).chunk(3)
+    for part in parts:
+        GradientState()._set_sync_gradients(part is parts[-1])
+        model(input_ids=part, labels=part).loss.backward()
+    assert method._pool.chosen == 20
+    dense = tiny_llama()
+    counted = parts if accumulation == "candidates" else parts[-1:]
+    for part in counted:
+        dense(input_ids=part, labels=part).loss.backward()
+    for name, entries in method._pool.tensors.items():
+        expected = dense.get_parameter(name).grad.reshape(-1)[entries.index]
+        torch.testing.assert_close(method._pool.values.grad[entries.slot], expected, atol=1e-6, rtol=1e-5)
+
+
+def test_works_on_the_matrices_of_an_adapter_and_resumes(tmp_path: Path) -> None:
+    spec = [{"name": "lora", "r": 4, "target_modules": "all-linear"}, {"name": "id3", "budget": 60}]
+
+    def start(seed: int) -> tuple[Any, Any, Any]:
+        torch.manual_seed(seed)
+        method = build_method(spec)
+        model = method.attach(tiny_llama())
+        method.bind(total_steps=6)
+        return method, model, torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2)
+
+    def run(model: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            ids = token_batch(2, 9, seed=step)
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    method, model, optimizer = start(0)
+    assert list(method.trained_parameters()) == ["selected_entries"]
+    run(model, optimizer, range(3))
+    method.save(tmp_path)
+    moments = copy.deepcopy(optimizer.state_dict())
+    run(model, optimizer, range(3, 6))
+    again, fresh, optimizer = start(1)
+    again.load(tmp_path)
+    optimizer.load_state_dict(moments)
+    run(fresh, optimizer, range(3, 6))
+    probe = token_batch(seed=9)
+    with torch.no_grad():
+        expected = model(probe).logits
+        assert torch.equal(fresh(probe).logits, expected)
+        again.save(tmp_path)
+        assert torch.equal(finetune.load(tiny_llama(), tmp_path)(probe).logits, expected)
+        merged = method.merge()
+        assert type(merged) is type(tiny_llama())
+        torch.testing.assert_close(merged(probe).logits, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_an_unknown_length_of_the_run_and_nested_backward_passes_are_refused() -> None:
+    ids = token_batch()
+    model = finetune.method("id3").attach(tiny_llama())
+    with pytest.raises(TrainingError, match="how many steps"):
+        model(input_ids=ids, labels=ids).loss.backward()
+    method = finetune.method("id3", steps=4)
+    model = method.attach(tiny_llama())
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    model.train()
+    with pytest.raises(TrainingError, match="nested backward"):
+        model(input_ids=ids, labels=ids).loss.backward()
