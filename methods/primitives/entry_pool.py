@@ -192,6 +192,26 @@ class EntryPool:
         entries.set(*joined)
 
     @torch.no_grad()
+    def replace(self, entries: EntryTensor, dropped: Tensor, index: Tensor) -> Tensor:
+        """Gives some chosen entries of a tensor their base values back and chooses others in their slots.
+
+        Args:
+            entries: The tensor.
+            dropped: Places in ``entries.index``, int64 (R,).
+            index: Flat positions that are not chosen, int64 (R,).
+
+        Returns:
+            The slots, of which each goes to the entry of ``index`` in the same place.
+        """
+        slot = entries.slot[dropped]
+        entries.weight.view(-1).index_put_((entries.index[dropped],), entries.base[dropped])
+        kept = torch.ones(entries.index.numel(), dtype=torch.bool, device=index.device)
+        kept[dropped] = False
+        entries.set(entries.index[kept], entries.slot[kept], entries.base[kept])
+        self.extend(entries, index, slot)
+        return slot
+
+    @torch.no_grad()
     def read(self) -> None:
         """Takes the chosen values from the weights."""
         for entries in self.tensors.values():

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from accelerate.state import GradientState
 from torch import Tensor
 
 from finetune.core.errors import TrainingError
 from finetune.methods.primitives.entry_choice import TopEntries, offsets_of, top_of
 from finetune.methods.primitives.entry_pool import EntryPool, EntryTensor
+from finetune.methods.primitives.entry_schedule import EntrySchedule
+from finetune.methods.primitives.process_group import mean_over_processes, processes, union_over_processes
 
 __all__ = ["Unmasking", "UnmaskingRule", "unmasked_by"]
 
@@ -55,28 +56,19 @@ def unmasked_by(step: int, *, budget: int, steps: int, schedule: str) -> int:
     return budget // steps * step + min(step, budget % steps)
 
 
-class Unmasking:
-    """An :class:`~finetune.methods.primitives.entry_pool.Observer` that fills a pool step by step.
+class Unmasking(EntrySchedule):
+    """Fills a pool step by step.
 
     Over several processes the score is that of the mean gradient: each proposes candidates, and only their gradients
     travel, unless ``accumulation`` is ``exact``.
 
     Args:
         rule: What to unmask, and when.
-
-    Attributes:
-        step: Optimizer steps taken.
-        total_steps: Optimizer steps over which the budget is unmasked; None until it is known.
-        arrival: ``step`` at which each slot of the pool was filled, int32 (B,).
     """
 
-    pool: EntryPool
-    arrival: Tensor
-
     def __init__(self, rule: UnmaskingRule) -> None:
+        super().__init__()
         self._rule = rule
-        self.step = 0
-        self.total_steps: int | None = None
         self._sums: dict[str, Tensor] = {}
         self._candidates: dict[str, Tensor] = {}
         self._quota = 0
@@ -85,8 +77,7 @@ class Unmasking:
 
     def watch(self, pool: EntryPool) -> None:
         """Takes over the filling of ``pool``."""
-        self.pool = pool
-        self.arrival = torch.zeros(pool.values.numel(), dtype=torch.int32, device=pool.values.device)
+        super().watch(pool)
         self._offsets = offsets_of({name: entries.weight.numel() for name, entries in pool.tensors.items()})
 
     def begin_pass(self) -> bool:
@@ -117,7 +108,7 @@ class Unmasking:
         """Scores the entries of one tensor by its flat dense gradient, or keeps what the score will need."""
         if self._rule.accumulation == "exact":
             self._observe_sum(entries, gradient)
-        elif self._last and _processes() == 1 and entries.name not in self._candidates:
+        elif self._last and processes() == 1 and entries.name not in self._candidates:
             self._score(entries, gradient, gradient)
         else:
             self._observe_candidates(entries, gradient)
@@ -125,18 +116,18 @@ class Unmasking:
     def _observe_sum(self, entries: EntryTensor, gradient: Tensor) -> None:
         if entries.name in self._sums:
             gradient = self._sums.pop(entries.name).add_(gradient)
-        elif not self._last or _processes() > 1:
+        elif not self._last or processes() > 1:
             gradient = gradient.clone()
         if not self._last:
             self._sums[entries.name] = gradient
             return
-        self._score(entries, _mean(gradient), gradient)
+        self._score(entries, mean_over_processes(gradient), gradient)
 
     def _observe_candidates(self, entries: EntryTensor, gradient: Tensor) -> None:
         index = self._candidates.get(entries.name)
         if index is None:
             scores = self._open_scores(entries, gradient)
-            index = _union(top_of(scores, _CANDIDATES_PER_ENTRY * self._quota))
+            index = union_over_processes(top_of(scores, _CANDIDATES_PER_ENTRY * self._quota))
             self._candidates[entries.name] = index
         own = gradient.index_select(0, index).float()
         self._sums[entries.name] = self._sums[entries.name] + own if entries.name in self._sums else own
@@ -173,7 +164,7 @@ class Unmasking:
 
     def _score_candidates(self, top: TopEntries) -> None:
         own = torch.cat(list(self._sums.values()))
-        means, start = _mean(own), 0
+        means, start = mean_over_processes(own), 0
         for name, index in self._candidates.items():
             entries = self.pool.tensors[name]
             part = slice(start, start + index.numel())
@@ -184,27 +175,3 @@ class Unmasking:
             gradient[index] = own[part]
             top.add(name, scores, gradient)
             start = part.stop
-
-
-def _processes() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _mean(tensor: Tensor) -> Tensor:
-    """Returns the mean of ``tensor`` over the processes, leaving it as it is."""
-    if _processes() == 1:
-        return tensor
-    mean: Tensor = tensor.clone()
-    dist.all_reduce(mean)
-    mean.div_(_processes())
-    return mean
-
-
-def _union(index: Tensor) -> Tensor:
-    """Returns the distinct positions, ascending, that any process has in ``index``; all have equally many."""
-    if _processes() == 1:
-        return index
-    every = [torch.empty_like(index) for _ in range(_processes())]
-    dist.all_gather(every, index)
-    union: Tensor = torch.unique(torch.cat(every))
-    return union

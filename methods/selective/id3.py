@@ -6,22 +6,17 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from finetune.core.errors import CheckpointError
-from finetune.core.learned_state import TRAINING
 from finetune.methods.base import MethodConfig
 from finetune.methods.registry import register
-from finetune.methods.selected_entries import SelectedEntries, SelectedEntriesConfig
+from finetune.methods.scheduled_entries import ScheduledEntries
+from finetune.methods.selected_entries import SelectedEntriesConfig
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
-    from finetune.methods.primitives.entry_pool import Observer
+    from finetune.methods.primitives.entry_schedule import EntrySchedule
 
 __all__ = ["ID3", "ID3Config"]
-
-_STEP, _ARRIVAL = f"{TRAINING}step", f"{TRAINING}arrival"
 
 
 class ID3Config(SelectedEntriesConfig):
@@ -54,7 +49,7 @@ class ID3Config(SelectedEntriesConfig):
 
 
 @register("id3")
-class ID3(SelectedEntries):
+class ID3(ScheduledEntries):
     """Unmasks entries step by step, those of largest ``|g| / (|w| + eps)^e``, and trains them from then on.
 
     At optimizer step t the ``u_t`` best of the entries that are still masked join, over all tensors of the scope; the
@@ -78,61 +73,24 @@ class ID3(SelectedEntries):
         """Returns nothing: the first step chooses."""
         return {}
 
-    def _observer(self) -> Observer:
+    def _make_schedule(self) -> EntrySchedule:
         from finetune.methods.primitives.unmasking import Unmasking, UnmaskingRule
 
         config = self.config
         rule = UnmaskingRule(config.exp, config.eps, config.schedule, config.select_every, config.accumulation)
-        self._unmasking: Unmasking = Unmasking(rule)
-        self._unmasking.total_steps = config.steps
-        return self._unmasking
+        unmasking = Unmasking(rule)
+        unmasking.total_steps = config.steps
+        return unmasking
 
-    def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
-        from finetune.methods.primitives.entry_age import EntryAge
-        from finetune.methods.primitives.step_sync import before_optimizer_step
-
-        model = super()._attach(model, candidates)
-        self._unmasking.watch(self._pool)
-        self._age: EntryAge | None = None
-        if self.config.state == "per_entry":
-            self._age = EntryAge(self._pool.values)
-            self._before = before_optimizer_step([self._pool.values], self._age.remember)
-        return model
+    def _ages_per_entry(self) -> bool:
+        return self.config.state == "per_entry"
 
     def bind(self, *, total_steps: int) -> None:
         """Spreads the budget over ``total_steps``, unless the config says over how many."""
-        if self.config.steps is None:
-            self._unmasking.total_steps = total_steps
-
-    def _after_step(self, optimizer: Optimizer) -> None:
-        self._unmasking.step += 1
-        if self._age is not None:
-            self._age.correct(optimizer, self._unmasking.step - self._unmasking.arrival.long())
-        super()._after_step(optimizer)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Returns what is unmasked, since when, and the step that the schedule is at."""
-        import torch
-
-        position = {_STEP: torch.tensor(self._unmasking.step), _ARRIVAL: self._unmasking.arrival}
-        return {**super().state_dict(), **position}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restores the unmasked entries and the position in the schedule; strict."""
-        if missing := sorted({_STEP, _ARRIVAL} - state.keys()):
-            raise CheckpointError("the learned state has no position in the schedule", where=", ".join(missing))
-        super().load_state_dict(state)
-        self._unmasking.step = int(state[_STEP])
-        self._unmasking.arrival.copy_(state[_ARRIVAL])
-
-    def merge(self) -> nn.Module:
-        """Makes the modules plain again; their weights hold the trained entries already."""
-        if self._age is not None:
-            self._before.remove()
-        return super().merge()
+        super().bind(total_steps=self.config.steps or total_steps)
 
     def _chosen(self) -> tuple[str, ...]:
-        steps = self._unmasking.total_steps
+        steps = self._schedule.total_steps
         over = "the run" if steps is None else f"{steps:,} steps"
         schedule = f"{self._pool.chosen:,} unmasked now, {self.config.schedule} schedule over {over}"
         return (super()._chosen()[0], schedule)

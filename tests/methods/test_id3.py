@@ -191,10 +191,10 @@ def test_equal_scores_take_the_first_entries_and_exactly_so_many() -> None:
     method.bind(total_steps=2)
     entries = method._pool.tensors
     gradient = torch.zeros_like(method._pool.values)
-    assert method._unmasking.begin_pass()
+    assert method._schedule.begin_pass()
     for name in reversed(entries):  # as a backward pass meets them
-        method._unmasking.observe(entries[name], torch.ones(entries[name].weight.numel()))
-    method._unmasking.end_pass(gradient)
+        method._schedule.observe(entries[name], torch.ones(entries[name].weight.numel()))
+    method._schedule.end_pass(gradient)
     first, second = entries
     assert entries[first].index.tolist() == [0, 1, 2, 3, 4]
     assert entries[second].index.numel() == 0
@@ -207,14 +207,14 @@ def test_one_dense_gradient_is_alive_at_a_time_and_none_where_nothing_is_unmaske
     method.attach(model)
     method.bind(total_steps=4)
     seen: list[weakref.ref[torch.Tensor]] = []
-    observe = method._unmasking.observe
+    observe = method._schedule.observe
 
     def watched(entries: Any, gradient: torch.Tensor) -> None:
         assert all(reference() is None for reference in seen)
         seen.append(weakref.ref(gradient))
         observe(entries, gradient)
 
-    method._unmasking.observe = watched
+    method._schedule.observe = watched
     optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2)
     counts = []
     for step in range(6):

@@ -1,0 +1,34 @@
+"""What has to be the same on every process that trains the model."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["mean_over_processes", "processes", "union_over_processes"]
+
+
+def processes() -> int:
+    """Returns how many processes train together; 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def mean_over_processes(tensor: Tensor) -> Tensor:
+    """Returns the mean of ``tensor`` over the processes, leaving it as it is."""
+    if processes() == 1:
+        return tensor
+    mean: Tensor = tensor.clone()
+    dist.all_reduce(mean)
+    mean.div_(processes())
+    return mean
+
+
+def union_over_processes(index: Tensor) -> Tensor:
+    """Returns the distinct positions, ascending, that any process has in ``index``; all have equally many."""
+    if processes() == 1:
+        return index
+    every = [torch.empty_like(index) for _ in range(processes())]
+    dist.all_gather(every, index)
+    union: Tensor = torch.unique(torch.cat(every))
+    return union
