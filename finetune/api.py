@@ -52,7 +52,7 @@ def load(base: str | PreTrainedModel, folder: str | Path, **options: Any) -> nn.
         CheckpointError: The state is missing, damaged, incomplete, or belongs to another base.
         ConfigError: The base cannot be loaded.
     """
-    from finetune.core.learned_state import DELTA_CONFIG, apply_learned_state, read_learned_state
+    from finetune.core.learned_state import DELTA, DELTA_CONFIG, apply_learned_state, learned_names, read_learned_state
     from finetune.methods.primitives.peft_files import ADAPTER_CONFIG, load_adapter
     from finetune.methods.state import read_method_file
 
@@ -63,6 +63,11 @@ def load(base: str | PreTrainedModel, folder: str | Path, **options: Any) -> nn.
     if (folder / DELTA_CONFIG).is_file():
         tensors, metadata = read_learned_state(folder)
         model = _base_model(base, metadata, folder, options)
+        weights = (model.get_parameter(name) for name in learned_names(tensors))
+        if any(key.endswith(DELTA) for key in tensors) and not all(weight.is_floating_point() for weight in weights):
+            # A quantised weight cannot take a change up: it stays beside.
+            beside = build_method({"name": metadata["method"], **metadata["config"]})
+            return _evaluating(beside.attach(model, learned=folder))
         apply_learned_state(model, tensors, metadata, folder)
         return _evaluating(model)
     raise CheckpointError(

@@ -7,6 +7,8 @@
   needs it), sorted; value and base have them as their last dimension;
 * ``NAME.base`` (with an index only): the base's values at those positions, in the base's dtype, which makes undoing
   bit-exact and shows whether a base is the right one;
+* ``NAME.delta`` (instead of value and base): the change of those values, float32, learned beside a base whose weights
+  cannot be read (a quantised one); it fits any base;
 * ``training/...``: what only going on with the training needs.
 
 ``delta_config.json["axes"]`` maps each indexed tensor to its axis; null means that the positions count the entries of
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BASE",
+    "DELTA",
     "DELTA_CONFIG",
     "DELTA_TENSORS",
     "INDEX",
@@ -45,7 +48,7 @@ __all__ = [
 
 DELTA_CONFIG = "delta_config.json"
 DELTA_TENSORS = "delta.safetensors"
-VALUE, INDEX, BASE, TRAINING = ".value", ".index", ".base", "training/"
+VALUE, INDEX, BASE, DELTA, TRAINING = ".value", ".index", ".base", ".delta", "training/"
 
 
 def write_learned_state(folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
@@ -140,7 +143,7 @@ def apply_learned_state(
     """
     parameters = dict(model.named_parameters())
     for name in learned_names(tensors):
-        if name not in parameters or f"{name}{VALUE}" not in tensors:
+        if name not in parameters or not {f"{name}{VALUE}", f"{name}{DELTA}"} & tensors.keys():
             raise CheckpointError(
                 "the learned state does not fit the base model",
                 where=str(folder),
@@ -154,9 +157,10 @@ def _write(
 ) -> None:
     import torch
 
-    value, index = tensors[f"{name}{VALUE}"].to(weight), tensors.get(f"{name}{INDEX}")
+    index = tensors.get(f"{name}{INDEX}")
     with torch.no_grad():
         if index is None:
+            value = tensors[f"{name}{VALUE}"].to(weight)
             _require_shape(where, weight, value)
             weight.copy_(value)
             return
@@ -165,7 +169,12 @@ def _write(
             weight, axis = weight.view(-1), 0
         index = index.to(weight.device, torch.int64)
         here = weight.index_select(axis, index)
-        base, value = (tensor.movedim(-1, axis) for tensor in (tensors[f"{name}{BASE}"].to(weight), value))
+        if f"{name}{DELTA}" in tensors:
+            delta = tensors[f"{name}{DELTA}"].to(weight.device).movedim(-1, axis)
+            _require_shape(where, here, delta)
+            weight.index_copy_(axis, index, (here.float() + delta).to(weight.dtype))
+            return
+        base, value = (tensors[f"{name}{part}"].to(weight).movedim(-1, axis) for part in (BASE, VALUE))
         _require_shape(where, here, value)
         if not torch.equal(here, base):
             raise CheckpointError(

@@ -86,8 +86,10 @@ def find_trained_places(trained: Mapping[str, tuple[int, ...]]) -> TrainedPlaces
 
 
 def _note(layer: TrainedLayer, inside: str, shape: tuple[int, ...]) -> None:
-    if inside.endswith(".columns"):
+    if inside.endswith((".columns", ".slice_delta")):
         layer.columns += shape[-1]
+    elif inside.endswith(".rows"):
+        return  # as of a whole tensor, the layer's input is kept
     elif inside.endswith((".weight", ".bias")) and not re.search(r"lora|adapter|shira|oft|ia3", inside):
         return  # a tensor of the base itself
     elif len(shape) > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from finetune.core.errors import DataError
 
-__all__ = ["run_batches", "single_examples", "watch_gradients"]
+__all__ = ["Batches", "run_batches", "single_examples", "watch_gradients", "watch_inputs"]
 
 Batches = Collection[Mapping[str, Any]]
 """What a model takes, batch by batch; may be gone through several times."""
@@ -61,20 +60,45 @@ def watch_gradients(
             parameter.requires_grad_(trained)
 
 
+@torch.no_grad()
+def watch_inputs(
+    model: nn.Module, layers: Mapping[str, nn.Module], batches: Batches, receive: Callable[[str, Tensor], None]
+) -> None:
+    """Calls ``receive(name, x)`` with what each layer takes in, (T, N): all tokens of a batch that are no padding.
+
+    Args:
+        model: A causal LM.
+        layers: Name -> module of ``model`` whose first argument is (B, T, N).
+        batches: What the model takes, on any device.
+        receive: Gets tensors that live for the call only.
+    """
+    mask: Tensor | None = None
+    handles = []
+    for name, layer in layers.items():
+
+        def look(module: nn.Module, args: Any, name: str = name) -> None:
+            receive(name, args[0].flatten(0, -2) if mask is None else args[0][mask])
+
+        handles.append(layer.register_forward_pre_hook(look))
+    try:
+        with _evaluating(model):
+            for batch in _moved(model, batches):
+                mask = None if batch.get("attention_mask") is None else batch["attention_mask"].bool()
+                model(**{**batch, "labels": None})
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def run_batches(model: Any, batches: Batches | Iterator[Mapping[str, Any]]) -> Iterator[Tensor]:
     """Yields the loss of each batch, in evaluation mode and without a cache.
 
     Raises:
         DataError: A loss is not finite.
     """
-    device = next(model.parameters()).device
     with _evaluating(model):
-        # A bar where somebody watches: this may take as long as some epochs.
-        watched = sys.stderr.isatty()
-        bar = track(batches, "choosing", transient=True, console=Console(stderr=True), disable=not watched)
-        for number, batch in enumerate(bar, 1):
-            moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
-            loss = model(**{"use_cache": False, **moved}).loss
+        for number, batch in enumerate(_moved(model, batches), 1):
+            loss = model(**batch).loss
             if loss is None or not bool(torch.isfinite(loss)):
                 raise DataError(
                     "the loss of a calibration batch is not finite",
@@ -95,6 +119,15 @@ def single_examples(batches: Batches) -> Iterator[dict[str, Any]]:
             stop = None if mask is None else int(mask[row].nonzero().max()) + 1
             own = {key: value[row : row + 1, :stop] for key, value in tensors.items()}
             yield {**batch, **own}
+
+
+def _moved(model: nn.Module, batches: Batches | Iterator[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields the batches on the model's device, with a bar where somebody watches: there may be many."""
+    device = next(model.parameters()).device
+    console = Console(stderr=True)
+    for batch in track(batches, "choosing", transient=True, console=console, disable=not console.is_terminal):
+        moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+        yield {"use_cache": False, **moved}
 
 
 @contextlib.contextmanager

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
 from finetune.core.files import replaced_folder
 
-__all__ = ["LowRankUpdate", "write_lora"]
+__all__ = ["LowRankUpdate", "slice_update", "write_lora"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,24 @@ class LowRankUpdate:
     down: Tensor
     up: Tensor
     transposed: bool = False
+
+
+def slice_update(
+    change: Tensor, index: Tensor, axis: int, sizes: tuple[int, int], *, transposed: bool = False
+) -> LowRankUpdate:
+    """Returns the change of some columns or rows as a product: one factor selects them.
+
+    Args:
+        change: Float32, index last: (M, K) of columns, (N, K) of rows.
+        index: The columns or rows, int64 (K,).
+        axis: 1 for columns, 0 for rows, of the weight as (out_features, in_features).
+        sizes: (M, N).
+        transposed: Whether the layer stores its weight as in x out.
+    """
+    selector = F.one_hot(index, sizes[axis]).to(change)
+    if axis == 1:
+        return LowRankUpdate(selector, change, transposed)
+    return LowRankUpdate(change.t(), selector.t(), transposed)
 
 
 def write_lora(folder: Path, updates: dict[str, LowRankUpdate], *, base_model: str) -> None:

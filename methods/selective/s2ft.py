@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from finetune.core.errors import CheckpointError, FinetuneWarning, TargetError
+from finetune.core.errors import CapabilityError, CheckpointError, FinetuneWarning, TargetError
 from finetune.core.learned_state import (
+    BASE,
+    DELTA,
+    INDEX,
+    TRAINING,
+    VALUE,
     narrowest_exact,
     read_learned_state,
     require_same_method,
@@ -16,14 +22,16 @@ from finetune.core.learned_state import (
     write_learned_state,
 )
 from finetune.methods.base import Kind, Method, MethodConfig
+from finetune.methods.calibrated_entries import Examples
 from finetune.methods.registry import register
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from finetune.methods.primitives.column_slice import ColumnSlice
+    from finetune.methods.primitives.slice_delta import SliceDelta
+    from finetune.methods.primitives.unit_plan import LayerPlan
+    from finetune.methods.primitives.weight_slice import WeightSlice
 
 __all__ = ["S2FT", "S2FTConfig"]
 
@@ -43,11 +51,41 @@ class S2FTConfig(MethodConfig):
     down_ratio: float | None = Field(
         default=None, ge=0, le=1, description="Share of all channels whose down_proj columns train; null: by ratio."
     )
-    select: Literal["random", "weight"] = Field(
-        default="random", description="Score of a head or channel: random, or the norm of its columns."
+    v_ratio: float = Field(
+        default=0, ge=0, le=1, description="Share of all key-value heads whose v_proj rows train besides."
+    )
+    up_ratio: float = Field(
+        default=0, ge=0, le=1, description="Share of all channels whose up_proj rows train besides."
+    )
+    gate_ratio: float = Field(
+        default=0, ge=0, le=1, description="Share of all channels whose gate_proj rows train besides."
+    )
+    select: Literal["random", "weight", "activation", "product", "gradient"] = Field(
+        default="random",
+        description="Score of a head or channel: random, the norm of its columns of o_proj or down_proj, of its "
+        "activations, both multiplied, or the norm of the gradient of its columns.",
     )
     pick: Literal["largest", "smallest"] = Field(
         default="smallest", description="Which end of the scores to take; without effect for random."
+    )
+    calibration: Examples = Field(
+        default=0.01,
+        description="Training examples that activation, product and gradient look at: a share (0.01) or their number.",
+    )
+    form: Literal["inplace", "delta"] = Field(
+        default="inplace",
+        description="inplace trains the weights; delta adds a trained change in the forward pass, for quantised bases.",
+    )
+    fused_mlp: bool = Field(
+        default=False,
+        description="Runs the second half of gated feed-forward blocks as one function that keeps less for the "
+        "backward pass.",
+    )
+    exclude_adapters: list[str] = Field(
+        default=[], description="Folders of learned states whose heads and channels are not chosen again."
+    )
+    weight_decay_target: Literal["zero", "base"] = Field(
+        default="zero", description="What weight decay pulls the trained slices towards: zero, or their base values."
     )
     seed: int = Field(default=0, description="Seed of the random selection and of the rounding over layers.")
 
@@ -59,15 +97,16 @@ class S2FT(Method):
     The columns of ``o_proj`` that belong to chosen query heads and the columns of ``down_proj`` that belong to chosen
     channels train as one dense float32 slice per layer; everything else stays bit-identical. ``W[:, S] <- W[:, S] -
     optimizer(dL/dW[:, S])``, where the backward forms only that slice of the gradient and keeps only that slice of the
-    layer's input. Memory per trained parameter: 4 bytes value, 4 gradient, 8 Adam, and the base's value. Saved: index,
-    value and base value of each slice. The update has the rank of the slice, so it exports exactly as a LoRA adapter.
+    layer's input. On request rows of ``v_proj`` (of key-value heads), ``up_proj`` and ``gate_proj`` train too. Memory
+    per trained parameter: 4 bytes value, 4 gradient, 8 Adam, and the base's value. Saved: index, value and base value
+    of each slice. The update has the rank of the slice, so it exports exactly as a LoRA adapter.
 
     Differences from the authors' code: every query head may be chosen under GQA (nothing is permuted), the number of
     trained columns is exact (rounding is spread over layers), slices have a float32 master, any input rank works.
 
     References:
         Yang et al., "S2FT: Efficient, Scalable and Generalizable LLM Fine-tuning by Structured Sparsity",
-        arXiv 2412.06289, sections 3.1-3.3.
+        arXiv 2412.06289, sections 3.1-3.3; selection in section 3.2.
     """
 
     paper: ClassVar[str] = "arXiv 2412.06289"
@@ -75,136 +114,108 @@ class S2FT(Method):
     Config: ClassVar[type[MethodConfig]] = S2FTConfig
     config: S2FTConfig
 
+    def calibration_examples(self, total: int) -> int:
+        """Returns how many examples the scores look at."""
+        if self.config.select in ("random", "weight"):
+            return 0
+        wanted = self.config.calibration
+        return min(total, wanted if isinstance(wanted, int) else math.ceil(wanted * total))
+
     def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
-        import torch
-
-        from finetune.methods.primitives.column_slice import slice_columns
         from finetune.methods.primitives.step_sync import after_optimizer_step
+        from finetune.methods.primitives.unit_plan import plan_units
 
-        generator = torch.Generator().manual_seed(self.config.seed)
-        self._slices: dict[str, ColumnSlice] = {}
-        for names, width, share in self._groups(model, candidates):
-            layers = {name: model.get_submodule(name) for name in names}
-            for name, units in self._choose(layers, width, share, generator).items():
-                if units.numel():
-                    columns = (units[:, None] * width + torch.arange(width)).reshape(-1)
-                    self._slices[name] = slice_columns(layers[name], columns)
-        self._sync = after_optimizer_step([layer.columns for layer in self._slices.values()], self._write)
+        plans = plan_units(model, candidates, self.config, self._calibration)
+        self._warn_if_empty(plans)
+        self._slices: dict[str, WeightSlice | SliceDelta] = {}
+        for plan in plans:
+            if plan.index.numel():
+                self._slices[plan.layer] = self._slice(model.get_submodule(plan.layer), plan)
+        self._fused = _fuse(model, self._slices) if self.config.fused_mlp else []
+        self._sync = after_optimizer_step([layer.trained for layer in self._slices.values()], self._after_step)
         return model
 
-    def _groups(self, model: nn.Module, candidates: frozenset[str]) -> list[tuple[list[str], int, float]]:
-        """Returns for attention and feed-forward: the layers' names, the columns of a unit, the share to train."""
-        from finetune.methods.primitives.projections import find_output_projections, in_features
+    def _slice(self, layer: nn.Module, plan: LayerPlan) -> WeightSlice | SliceDelta:
+        from finetune.methods.primitives.slice_delta import add_slice_delta
+        from finetune.methods.primitives.weight_slice import can_slice, slice_weight
 
-        found = find_output_projections(model)
-        attention = [name for name in found.attention if f"{name}.weight" in candidates]
-        feed_forward = [name for name in found.feed_forward if f"{name}.weight" in candidates]
-        self._check_layers(model, "o_ratio", attention, self.config.o_ratio)
-        self._check_layers(model, "down_ratio", feed_forward, self.config.down_ratio)
-        sizes = [sum(_weight_size(model, name) for name in names) for names in (attention, feed_forward)]
-        even = self.config.ratio * _block_linear_size(model, candidates) / 2
-        o_share, down_share = (
-            given if given is not None else min(1.0, even / size)
-            for given, size in zip((self.config.o_ratio, self.config.down_ratio), sizes, strict=True)
-        )
-        heads: int = model.config.get_text_config().num_attention_heads  # type: ignore[union-attr, operator]
-        head_dim = in_features(model.get_submodule(attention[0])) // heads if attention else 1
-        return [(attention, head_dim, o_share), (feed_forward, 1, down_share)]
-
-    def _check_layers(self, model: nn.Module, key: str, names: list[str], share: float | None) -> None:
-        from finetune.methods.primitives.column_slice import can_slice
-
-        if share == 0:
-            names.clear()
-            return
-        wanted = "nn.Linear or Conv1D output projections of attention and feed-forward, one per block"
-        if not names:
-            linears = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if can_slice(module)})
+        if self.config.form == "delta":
+            return add_slice_delta(layer, plan.index, axis=plan.axis)
+        if not can_slice(layer):
             raise TargetError(
-                f"s2ft finds no layer for {key} in {type(model).__name__}",
-                want=wanted,
-                got=", ".join(linears),
-                fix=f"method.{key}: 0 to train the other half only, or another method (finetune ls methods)",
+                f"s2ft cannot train a {type(layer).__name__} in place",
+                where=plan.layer,
+                want="nn.Linear or Conv1D",
+                fix="method.form: delta, or an unquantised base model",
             )
-        for name in names:
-            if not can_slice(model.get_submodule(name)):
-                layer = type(model.get_submodule(name)).__name__
-                raise TargetError(
-                    f"s2ft cannot slice a {layer}", where=name, want=wanted, fix="an unquantised base model"
-                )
+        return slice_weight(layer, plan.index, axis=plan.axis, to_base=self.config.weight_decay_target == "base")
 
-    def _choose(
-        self, layers: dict[str, nn.Module], width: int, share: float, generator: torch.Generator
-    ) -> dict[str, Tensor]:
-        """Returns the chosen units of each layer, ascending; their total is exact, layers differ by at most one."""
-        import torch
-
-        from finetune.methods.primitives.column_slice import oriented_weight
-        from finetune.methods.primitives.projections import in_features
-
-        counts = [in_features(layer) // width for layer in layers.values()]
-        wanted = [share * count for count in counts]
-        quotas = [int(number) for number in wanted]
-        total = min(sum(counts), max(1, round(sum(wanted)))) if share > 0 else 0
-        spare = torch.randperm(len(layers), generator=generator).tolist()
-        for position in spare[: max(0, total - sum(quotas))]:
-            quotas[position] += 1
-        self._warn_if_empty(quotas, width)
-        chosen = {}
-        for (name, layer), count, quota in zip(layers.items(), counts, quotas, strict=True):
-            # On the meta device there are no values to score: a dry run needs the counts only.
-            if self.config.select == "random" or layer.weight.is_meta:
-                units = torch.randperm(count, generator=generator)[:quota]
-            else:
-                norms = oriented_weight(layer).detach().float().square().sum(0).reshape(count, width).sum(1)
-                units = norms.argsort(descending=self.config.pick == "largest", stable=True)[:quota].cpu()
-            chosen[name] = units.sort().values
-        return chosen
-
-    def _warn_if_empty(self, quotas: list[int], width: int) -> None:
+    def _warn_if_empty(self, plans: list[LayerPlan]) -> None:
         import warnings
 
-        empty, unit = quotas.count(0), "attention head" if width > 1 else "channel"
-        if quotas and empty:
-            warnings.warn(
-                f"s2ft trains no {unit} in {empty} of {len(quotas)} layers: the ratio is below one {unit} per layer, "
-                "so these layers learn through the others only",
-                FinetuneWarning,
-                stacklevel=2,
-            )
+        for unit in ("attention head", "key-value head", "channel"):
+            own = [plan for plan in plans if plan.unit == unit]
+            empty = sum(plan.index.numel() == 0 for plan in own)
+            if empty:
+                warnings.warn(
+                    f"s2ft trains no {unit} in {empty} of {len(own)} layers: the ratio is below one {unit} per layer, "
+                    "so these layers learn through the others only",
+                    FinetuneWarning,
+                    stacklevel=2,
+                )
 
-    def _write(self, optimizer: Optimizer) -> None:
-        for layer in self._slices.values():
+    def _after_step(self, optimizer: Optimizer) -> None:
+        for layer in self._in_place().values():
             layer.write()
 
+    def _in_place(self) -> dict[str, WeightSlice]:
+        return {} if self.config.form == "delta" else self._slices  # type: ignore[return-value]
+
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns per layer ``NAME.weight.{index, value, base}``: int32 (K,), float32 (M, K), base dtype (M, K)."""
+        """Returns per layer ``NAME.weight.{index, value, base}``: int32 (K,), float32 and base dtype (M or N, K).
+
+        A change beside a weight that cannot be read has ``NAME.weight.delta`` for value and base.
+        """
         import torch
 
         state = {}
         for name, layer in self._slices.items():
-            state[f"{name}.weight.index"] = layer.column_index.to(torch.int32)
-            state[f"{name}.weight.value"] = layer.columns.detach()
-            state[f"{name}.weight.base"] = narrowest_exact(layer.column_base)
+            state[f"{name}.weight{INDEX}"] = layer.slice_index.to(torch.int32)
+            if self.config.form == "delta":
+                state[f"{name}.weight{DELTA}"] = layer.trained.detach()
+        for name, layer in self._in_place().items():
+            state[f"{name}.weight{VALUE}"] = layer.absolute()
+            state[f"{name}.weight{BASE}"] = narrowest_exact(layer.slice_base)
+            if layer.to_base:
+                # The sum with the base is rounded: training goes on from the change itself.
+                state[f"{TRAINING}{name}.weight{DELTA}"] = layer.trained.detach()
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Trains the columns of ``state`` instead of those chosen at :meth:`attach`; strict."""
+        """Trains the slices of ``state`` instead of those chosen at :meth:`attach`; strict."""
         import torch
 
         require_same_shapes(self.state_dict(), state)
         for name, layer in self._slices.items():
-            index, value, base = (state[f"{name}.weight.{part}"] for part in ("index", "value", "base"))
-            device = layer.weight.device
-            layer.select(index.to(device, torch.int64), value.to(device))
-            if not torch.equal(layer.column_base, base.to(layer.column_base)):
+            key, device = f"{name}.weight", layer.slice_index.device
+            index = state[f"{key}{INDEX}"].to(device, torch.int64)
+            trained = next(
+                state[found]
+                for found in (f"{TRAINING}{key}{DELTA}", f"{key}{DELTA}", f"{key}{VALUE}")
+                if found in state
+            )
+            layer.select(index, trained.to(device))
+        for name, layer in self._in_place().items():
+            if not torch.equal(layer.slice_base, state[f"{name}.weight{BASE}"].to(layer.slice_base)):
                 raise CheckpointError(
                     "the learned state belongs to another base model", where=name, fix="load the base it was trained on"
                 )
 
     def save(self, folder: str | Path) -> None:
         """Writes the slices with their base values, and the metadata."""
-        axes = {f"{name}.weight": layer.column_axis for name, layer in self._slices.items()}
+        from finetune.methods.primitives.weight_slice import stored_axis
+
+        axes = {f"{name}.weight": stored_axis(layer) for name, layer in self._slices.items()}
         write_learned_state(Path(folder), self.state_dict(), {**self.metadata(), "axes": axes})
 
     def load(self, folder: str | Path) -> None:
@@ -214,57 +225,83 @@ class S2FT(Method):
         self.load_state_dict(state)
 
     def merge(self) -> nn.Module:
-        """Makes the sliced layers plain again; their weights hold the trained columns already."""
-        from finetune.methods.primitives.column_slice import unslice_columns
+        """Makes the layers plain again; in place, their weights hold what was trained already.
 
+        Raises:
+            CapabilityError: The change lies beside a quantised weight, which cannot take it up.
+        """
+        from finetune.methods.primitives.gated_mlp import unfuse_gated_mlp
+        from finetune.methods.primitives.slice_delta import merge_slice_delta
+        from finetune.methods.primitives.weight_slice import can_slice, unslice_weight
+
+        for name, layer in self._slices.items():
+            if self.config.form == "delta" and not can_slice(layer.plain):
+                raise CapabilityError(
+                    f"a {layer.plain.__name__} cannot take up the change",
+                    where=name,
+                    fix="finetune export RUN OUT --to peft, or merge into the unquantised base",
+                )
         self._sync.remove()
+        for block in self._fused:
+            unfuse_gated_mlp(block)
         for layer in self._slices.values():
-            unslice_columns(layer)
+            if self.config.form == "delta":
+                merge_slice_delta(layer)  # type: ignore[arg-type]
+            else:
+                unslice_weight(layer)  # type: ignore[arg-type]
         model, self._model, self._slices = self.model, None, {}
         return model
 
     def export_lora(self, folder: str | Path) -> None:
-        """Writes the update as a stock PEFT LoRA adapter: A selects the columns, B holds their change (M x K).
+        """Writes the update as a stock PEFT LoRA adapter: one factor selects the slice, the other holds its change.
 
-        Exact: ``W + B A`` equals the tuned weight, since the update is zero outside the columns.
+        Exact: ``W + B A`` equals the tuned weight, since the update is zero outside the slice.
         """
-        import torch.nn.functional as F
-
-        from finetune.methods.primitives.lora_form import LowRankUpdate, write_lora
-        from finetune.methods.primitives.projections import in_features
+        from finetune.methods.primitives.lora_form import slice_update, write_lora
+        from finetune.methods.primitives.projections import in_features, out_features
+        from finetune.methods.primitives.weight_slice import stored_axis
 
         updates = {}
+        in_place = self._in_place()
         for name, layer in self._slices.items():
-            change = layer.columns.detach().to(layer.column_base.dtype).float() - layer.column_base.float()
-            selector = F.one_hot(layer.column_index, in_features(layer)).to(change)
-            updates[name] = LowRankUpdate(selector, change, transposed=layer.column_axis == 0)
+            change = layer.trained.detach()
+            if name in in_place:
+                base = in_place[name].slice_base
+                change = in_place[name].absolute().to(base.dtype).float() - base.float()
+            sizes = (out_features(layer), in_features(layer))
+            transposed = stored_axis(layer) != layer.slice_axis
+            updates[name] = slice_update(change, layer.slice_index, layer.slice_axis, sizes, transposed=transposed)
         write_lora(Path(folder), updates, base_model=str(self.metadata()["base_model"]))
 
     def _chosen(self) -> tuple[str, ...]:
-        lines: dict[str, list[int]] = {}
+        from finetune.methods.primitives.weight_slice import COLUMNS
+
+        counts: dict[str, list[int]] = {}
         for name, layer in self._slices.items():
-            lines.setdefault(name.rpartition(".")[2], []).append(layer.column_index.numel())
+            what = f"{'columns' if layer.slice_axis == COLUMNS else 'rows'} of {{}} {name.rpartition('.')[2]} layers"
+            counts.setdefault(what, []).append(layer.slice_index.numel())
         return tuple(
-            f"{sum(columns)} columns of {len(columns)} {kind} layers ({min(columns)} to {max(columns)} each, "
-            f"{self.config.select})"
-            for kind, columns in lines.items()
+            f"{sum(own)} {what.format(len(own))} ({min(own)} to {max(own)} each, {self.config.select})"
+            for what, own in counts.items()
         )
 
 
-def _weight_size(model: nn.Module, name: str) -> int:
-    return int(model.get_parameter(f"{name}.weight").numel())
+def _fuse(model: nn.Module, slices: dict[str, Any]) -> list[nn.Module]:
+    """Fuses the gated blocks around the sliced down projections and returns them."""
+    from finetune.methods.primitives.gated_mlp import can_fuse, fuse_gated_mlp
 
-
-def _block_linear_size(model: nn.Module, candidates: frozenset[str]) -> int:
-    """Returns the number of matrix entries inside the blocks: all candidate matrices but embeddings and head."""
-    outside = {id(layer.weight) for layer in _embeddings(model)}
-    return sum(
-        p.numel() for name, p in model.named_parameters() if p.ndim > 1 and name in candidates and id(p) not in outside
-    )
-
-
-def _embeddings(model: Any) -> list[Any]:
-    from torch import nn
-
-    head = model.get_output_embeddings()
-    return [module for module in model.modules() if isinstance(module, nn.Embedding)] + ([head] if head else [])
+    fused = []
+    for name in slices:
+        parent, _, leaf = name.rpartition(".")
+        block = model.get_submodule(parent)
+        if leaf == "down_proj" and can_fuse(block):
+            fuse_gated_mlp(block)
+            fused.append(block)
+    if not fused:
+        raise TargetError(
+            f"{type(model).__name__} has no feed-forward block that can be fused with its trained down projection",
+            where="method.fused_mlp",
+            want="gate_proj, up_proj and down_proj with the SiLU activation, trained in place",
+            fix="method.fused_mlp: false",
+        )
+    return fused

@@ -22,7 +22,7 @@ from finetune.core.errors import (
 )
 from finetune.core.learned_state import read_learned_state
 from finetune.methods import METHODS, build_method, discover
-from finetune.methods.primitives.column_slice import ColumnSlice
+from finetune.methods.primitives.weight_slice import WeightSlice
 from support.tiny import tiny_gpt2, tiny_llama, tiny_qwen, token_batch
 
 
@@ -61,7 +61,7 @@ def test_wrong_names_and_keys_are_answered_with_the_right_ones() -> None:
 def test_a_later_method_chooses_among_what_the_earlier_left() -> None:
     method = build_method([{"name": "top_layers", "count": 1}, {"name": "s2ft", "ratio": 0.2}])
     model = method.attach(tiny_llama(layers=3))
-    sliced = [name for name, module in model.named_modules() if isinstance(module, ColumnSlice)]
+    sliced = [name for name, module in model.named_modules() if isinstance(module, WeightSlice)]
     assert sliced == ["model.layers.2.self_attn.o_proj", "model.layers.2.mlp.down_proj"]
     assert all(name.startswith("model.layers.2") for name in method.trained_parameters())
     adapted = build_method([{"name": "top_layers", "count": 1}, {"name": "lora", "target_modules": ["q_proj"]}])

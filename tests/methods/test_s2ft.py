@@ -13,8 +13,14 @@ from transformers.pytorch_utils import Conv1D
 
 import finetune
 from finetune.core.errors import CheckpointError, FinetuneWarning, TargetError
-from finetune.methods.primitives.column_slice import ColumnSlice, oriented_weight, slice_columns, unslice_columns
 from finetune.methods.primitives.step_sync import after_optimizer_step
+from finetune.methods.primitives.weight_slice import (
+    WeightSlice,
+    oriented_weight,
+    slice_weight,
+    stored_axis,
+    unslice_weight,
+)
 from support.tiny import tiny_gpt2, tiny_llama, token_batch
 
 WEIGHT = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
@@ -34,13 +40,13 @@ def layer_of(kind: type, weight: list[list[float]], bias: list[float] | None = N
     return layer.requires_grad_(False)
 
 
-def slices(model: nn.Module) -> dict[str, ColumnSlice]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, ColumnSlice)}
+def slices(model: nn.Module) -> dict[str, WeightSlice]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, WeightSlice)}
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
 def test_the_worked_example_of_the_spec(kind: type) -> None:
-    layer = slice_columns(layer_of(kind, WEIGHT), torch.tensor([2]))
+    layer = slice_weight(layer_of(kind, WEIGHT), torch.tensor([2]))
     x = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 1.0]], requires_grad=True)
     y = layer(x)
     assert y.tolist() == [[7.0, 16.0], [5.0, 11.0]]
@@ -50,7 +56,7 @@ def test_the_worked_example_of_the_spec(kind: type) -> None:
     torch.optim.SGD([layer.columns], lr=0.1).step()
     layer.write()
     torch.testing.assert_close(oriented_weight(layer), torch.tensor([[1.0, 2.0, 2.7], [4.0, 5.0, 5.7]]))
-    assert type(unslice_columns(layer)) is kind
+    assert type(unslice_weight(layer)) is kind
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
@@ -60,7 +66,7 @@ def test_the_gradient_is_the_slice_of_the_dense_one_in_float64(kind: type, shape
     weight, bias = torch.randn(7, 12).tolist(), torch.randn(7).tolist()
     index = torch.tensor([9, 0, 4])
     dense = layer_of(kind, weight, bias).double().requires_grad_(True)
-    layer = slice_columns(layer_of(kind, weight, bias).double(), index)
+    layer = slice_weight(layer_of(kind, weight, bias).double(), index)
     layer.columns.data = layer.columns.data.double()  # a master of its own precision hides nothing here
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     again = x.detach().clone().requires_grad_(True)
@@ -79,7 +85,7 @@ def test_a_model_trains_as_if_only_these_columns_trained_by_dense_autograd(build
     dense, model = copy.deepcopy(base).requires_grad_(False), copy.deepcopy(base)
     method = finetune.method("s2ft", ratio=0.2)
     method.attach(model)
-    chosen = {name: (layer.column_index, layer.column_axis) for name, layer in slices(model).items()}
+    chosen = {name: (layer.slice_index, stored_axis(layer)) for name, layer in slices(model).items()}
     weights = {name: dense.get_submodule(name).weight.requires_grad_(True) for name in chosen}
     start = {name: weight.detach().clone() for name, weight in weights.items()}
     optimizers = [
@@ -103,7 +109,7 @@ def test_a_model_trains_as_if_only_these_columns_trained_by_dense_autograd(build
 
 
 def test_the_input_of_a_sliced_layer_is_not_kept() -> None:
-    layer = slice_columns(layer_of(nn.Linear, torch.randn(8, 64).tolist()), torch.tensor([1, 5, 60]))
+    layer = slice_weight(layer_of(nn.Linear, torch.randn(8, 64).tolist()), torch.tensor([1, 5, 60]))
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         layer(torch.randn(100, 64, requires_grad=True))
@@ -120,9 +126,9 @@ def test_fused_adamw_is_followed_although_it_leaves_the_version_counter() -> Non
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     for layer in slices(model).values():
-        written = oriented_weight(layer).index_select(1, layer.column_index)
+        written = oriented_weight(layer).index_select(1, layer.slice_index)
         assert torch.equal(written, layer.columns.detach())
-        assert not torch.equal(written, layer.column_base)
+        assert not torch.equal(written, layer.slice_base)
 
 
 def test_a_hook_goes_with_its_method_and_leaves_other_optimizers_alone() -> None:
@@ -146,7 +152,7 @@ def test_a_hook_goes_with_its_method_and_leaves_other_optimizers_alone() -> None
 
 
 def test_writing_between_forward_and_backward_raises_instead_of_a_wrong_gradient() -> None:
-    layer = slice_columns(layer_of(nn.Linear, WEIGHT), torch.tensor([2]))
+    layer = slice_weight(layer_of(nn.Linear, WEIGHT), torch.tensor([2]))
     out = layer(torch.ones(1, 3, requires_grad=True))
     layer.write()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -159,7 +165,7 @@ def test_the_float32_master_keeps_steps_that_bfloat16_would_round_away() -> None
     weight = (torch.randn(64, 128) * 0.02).bfloat16()
     layer = nn.Linear(128, 64, bias=False).bfloat16().requires_grad_(False)
     layer.weight.data = weight.clone()
-    sliced = slice_columns(layer, torch.arange(128))
+    sliced = slice_weight(layer, torch.arange(128))
     with torch.no_grad():
         for _ in range(100):
             sliced.columns.add_(1e-5)
@@ -175,7 +181,7 @@ def test_the_total_is_exact_and_layers_differ_by_one_at_most() -> None:
     for name, module in model.named_modules():
         kind = name.rpartition(".")[2]
         if kind in ("o_proj", "down_proj"):
-            counts.setdefault(kind, []).append(len(module.column_index) if isinstance(module, ColumnSlice) else 0)
+            counts.setdefault(kind, []).append(len(module.slice_index) if isinstance(module, WeightSlice) else 0)
     # 24 heads of 8 columns: 7.2 heads; 6 x 48 channels: 31.68.
     assert sum(counts["o_proj"]) == 7 * 8
     assert sum(counts["down_proj"]) == 32
@@ -211,7 +217,7 @@ def test_selection_by_weight_takes_the_columns_of_that_norm(pick: str, expected:
         weight[:, [0, 3]] = -0.1
     finetune.method("s2ft", o_ratio=0, down_ratio=2 / 48, select="weight", pick=pick).attach(model)
     ((_, layer),) = slices(model).items()
-    assert layer.column_index.tolist() == expected
+    assert layer.slice_index.tolist() == expected
 
 
 def test_every_query_head_can_be_chosen_under_grouped_query_attention() -> None:
@@ -220,8 +226,8 @@ def test_every_query_head_can_be_chosen_under_grouped_query_attention() -> None:
         model = tiny_llama(layers=1)  # 4 query heads, 2 key-value heads
         finetune.method("s2ft", o_ratio=0.25, down_ratio=0, seed=seed).attach(model)
         ((_, layer),) = slices(model).items()
-        head = int(layer.column_index[0]) // 8
-        assert layer.column_index.tolist() == list(range(8 * head, 8 * head + 8))
+        head = int(layer.slice_index[0]) // 8
+        assert layer.slice_index.tolist() == list(range(8 * head, 8 * head + 8))
         seen.add(head)
     assert seen == {0, 1, 2, 3}
 
@@ -233,7 +239,7 @@ def test_the_same_seed_chooses_the_same_and_the_keys_stay_the_bases() -> None:
         keys = list(model.state_dict())
         finetune.method("s2ft", ratio=0.2, seed=seed).attach(model)
         assert list(model.state_dict()) == keys
-        chosen.append([layer.column_index.tolist() for layer in slices(model).values()])
+        chosen.append([layer.slice_index.tolist() for layer in slices(model).values()])
     assert chosen[0] == chosen[1] != chosen[2]
 
 
@@ -243,7 +249,7 @@ def test_a_stock_checkpoint_of_the_whole_model_loads_and_moves_the_slices(tmp_pa
     finetune.method("s2ft", ratio=0.2).attach(model)
     model.load_state_dict(trained.state_dict())
     for layer in slices(model).values():
-        assert torch.equal(layer.columns, oriented_weight(layer).index_select(1, layer.column_index))
+        assert torch.equal(layer.columns, oriented_weight(layer).index_select(1, layer.slice_index))
 
 
 def test_a_state_for_another_base_is_refused(tmp_path: Path) -> None:
@@ -298,7 +304,7 @@ def test_the_exported_adapter_is_exact_in_stock_peft(build: Any, tmp_path: Path)
 
 
 def test_torch_compile_traces_the_slice_without_a_graph_break() -> None:
-    layer = slice_columns(layer_of(nn.Linear, WEIGHT), torch.tensor([0, 2]))
+    layer = slice_weight(layer_of(nn.Linear, WEIGHT), torch.tensor([0, 2]))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(4, 3)
     compiled(x).sum().backward()

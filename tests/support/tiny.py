@@ -43,17 +43,14 @@ def tiny_llama(
     tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0, layers: int = 2, **options: Any
 ) -> PreTrainedModel:
     """Returns a Llama of width 32 with grouped-query attention: 4 query heads, 2 key-value heads."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=tied,
         initializer_range=_SPREAD,
-        **{**_TOKENS, **options},
+        **{**sizes, **_TOKENS, **options},
     )
     return _build(LlamaForCausalLM, config, dtype, seed)
 

@@ -1,0 +1,95 @@
+"""A gated feed-forward block that keeps its two branches for the backward pass, and not their product.
+
+``y = (silu(g) * u) W^T + b`` with trained columns of W as in :mod:`finetune.methods.primitives.weight_slice`: the
+product is computed again where its gradient is needed, which is in the trained columns only.
+"""
+
+# Legend: T tokens (all leading dimensions), F feed-forward width, M out_features, K trained columns
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from finetune.methods.primitives.weight_slice import COLUMNS, WeightSlice, oriented_weight
+
+__all__ = ["can_fuse", "fuse_gated_mlp", "unfuse_gated_mlp"]
+
+
+class _GatedDown(torch.autograd.Function):
+    """Saves g and u (T x F each) and W by reference."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate_TF: Tensor,
+        up_TF: Tensor,
+        weight_MF: Tensor,
+        columns_MK: Tensor,
+        index_K: Tensor,
+        bias_M: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(gate_TF, up_TF, weight_MF, index_K)
+        ctx.columns_dtype = columns_MK.dtype
+        return F.linear(F.silu(gate_TF) * up_TF, weight_MF, bias_M)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TM: Tensor) -> tuple[Tensor | None, Tensor | None, None, Tensor | None, None, None]:
+        gate_TF, up_TF, weight_MF, index_K = ctx.saved_tensors
+        grad_columns = grad_gate = grad_up = None
+        if ctx.needs_input_grad[3]:
+            product_TK = F.silu(gate_TF.index_select(-1, index_K)) * up_TF.index_select(-1, index_K)
+            flat_TM = grad_TM.reshape(-1, grad_TM.shape[-1])
+            grad_columns = (flat_TM.t() @ product_TK.reshape(flat_TM.shape[0], -1)).to(ctx.columns_dtype)
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            grad_TF = grad_TM @ weight_MF
+            sigmoid_TF = torch.sigmoid(gate_TF)
+            silu_TF = gate_TF * sigmoid_TF
+            grad_up = grad_TF * silu_TF
+            # silu' = s + g s (1 - s) = s + silu (1 - s)
+            grad_gate = grad_TF * up_TF * (sigmoid_TF + silu_TF * (1 - sigmoid_TF))
+        return grad_gate, grad_up, None, grad_columns, None, None
+
+
+# torch does not annotate it.
+_apply: Callable[..., Tensor] = _GatedDown.apply
+
+
+def can_fuse(block: nn.Module) -> bool:
+    """Returns whether ``block`` computes ``down_proj(silu(gate_proj(x)) * up_proj(x))`` with sliced columns."""
+    parts = (getattr(block, name, None) for name in ("gate_proj", "up_proj", "act_fn"))
+    down = getattr(block, "down_proj", None)
+    # transformers has a class of its own beside torch's.
+    silu = type(getattr(block, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+    return silu and None not in parts and isinstance(down, WeightSlice) and down.slice_axis == COLUMNS
+
+
+def fuse_gated_mlp(block: nn.Module) -> None:
+    """Lets ``block``, which :func:`can_fuse` accepts, run its second half as one function."""
+    block.forward = _Fused(block)
+
+
+def unfuse_gated_mlp(block: nn.Module) -> None:
+    """Gives ``block`` its own forward back."""
+    if isinstance(block.__dict__.get("forward"), _Fused):
+        del block.forward
+
+
+class _Fused:
+    """The forward of a block; an object, so that a model with it can be copied and pickled."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block: Any = block
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up, down = self.block.gate_proj(x), self.block.up_proj(x), cast(WeightSlice, self.block.down_proj)
+        weight, bias = oriented_weight(down), down.bias
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            gate, up, weight = gate.to(dtype), up.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        return _apply(gate, up, weight, down.trained, down.slice_index, bias)
