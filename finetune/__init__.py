@@ -6,13 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from finetune import adapters
     from finetune.api import load, method, train
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load", "method", "train"]
+__all__ = ["__version__", "adapters", "load", "method", "train"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "adapters":
+        return import_module("finetune.adapters")
     if name in __all__:
         return getattr(import_module("finetune.api"), name)
     raise AttributeError(f"module 'finetune' has no attribute {name!r}")

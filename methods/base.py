@@ -233,7 +233,7 @@ class Method(ABC):
     def merge(self) -> nn.Module:
         """Detaches the method and returns the plain Hugging Face model, tuned, in the base's dtype."""
 
-    def export_lora(self, folder: str | Path) -> None:
+    def export_adapter(self, folder: str | Path) -> None:
         """Writes what was learned as an adapter that stock PEFT loads; a method whose update is low-rank overrides it.
 
         The method is attached, and :meth:`load` has restored what was learned.

@@ -107,9 +107,9 @@ class Composition(Method):
         self._model = None
         return model
 
-    def export_lora(self, folder: str | Path) -> None:
+    def export_adapter(self, folder: str | Path) -> None:
         """Exports the member that holds the whole update: the first that is attached."""
-        self._attached[0].export_lora(folder)
+        self._attached[0].export_adapter(folder)
 
     def callbacks(self) -> list[TrainerCallback]:
         """Returns one callback for the state of all members, and what else the members need."""

@@ -149,14 +149,26 @@ class SelectedEntries(Method):
 
     def save(self, folder: str | Path) -> None:
         """Writes the entries with their base values, and the metadata."""
-        axes: dict[str, Any] = dict.fromkeys(self._pool.tensors)
-        write_learned_state(Path(folder), self.state_dict(), {**self.metadata(), "axes": axes})
+        shapes = {name: tuple(entries.weight.shape) for name, entries in self._pool.tensors.items()}
+        form: dict[str, Any] = {"axes": dict.fromkeys(shapes), "shapes": shapes}
+        write_learned_state(Path(folder), self.state_dict(), {**self.metadata(), **form})
 
     def load(self, folder: str | Path) -> None:
         """Reads what :meth:`save` wrote; strict."""
         state, metadata = read_learned_state(Path(folder))
         require_same_method(self.metadata(), metadata, Path(folder))
         self.load_state_dict(state)
+
+    def export_adapter(self, folder: str | Path) -> None:
+        """Writes the update as a stock PEFT SHiRA adapter: the entries and their changes."""
+        from finetune.methods.primitives.stock_adapter import WeightChange, write_stock_adapter
+
+        changes = {}
+        for name, entries in self._pool.tensors.items():
+            if entries.index.numel():
+                change = self._pool.absolute(entries).to(entries.base.dtype).float() - entries.base.float()
+                changes[name] = WeightChange(None, entries.index, change)
+        write_stock_adapter(Path(folder), changes, self.model, base_model=str(self.metadata()["base_model"]))
 
     def merge(self) -> nn.Module:
         """Makes the modules plain again; their weights hold the trained entries already."""

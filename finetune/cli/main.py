@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from finetune.cli import (
+    adapter,
     cat,
     chat,
     cp,
@@ -50,6 +51,9 @@ _VERBS: dict[str, tuple[Callable[..., Any], bool]] = {
     "version": (version.version, False),
 }
 
+_GROUPS = ("data", "adapter")
+"""Verbs that have verbs of their own."""
+
 
 def _epilog(examples: str) -> str:
     return "\n\n".join(["Examples:", *examples.strip().splitlines(), COMMON_OPTIONS])
@@ -74,6 +78,10 @@ def _build() -> typer.Typer:
         _add(app, name, verb, plain | _FREE_FORM if free_form else plain)
     _add(data, "inspect", data_inspect.inspect, plain | _FREE_FORM)
     app.add_typer(data)
+    adapters = typer.Typer(name="adapter", help="Puts what runs learned on models, takes it off.", **options)
+    for name, verb in adapter.VERBS.items():
+        _add(adapters, name, verb, plain)
+    app.add_typer(adapters)
     return app
 
 
@@ -120,7 +128,7 @@ def _run(settings: Settings) -> int:
     arguments = settings.arguments or ["--help"]
     if arguments[0] == "--version":
         arguments = ["version"]
-    verbs = [*_VERBS, "data"]
+    verbs = [*_VERBS, *_GROUPS]
     if not arguments[0].startswith("-") and arguments[0] not in verbs:
         raise FinetuneError(
             f"there is no verb {arguments[0]!r}", want=list_choices(verbs), near=nearest(arguments[0], verbs)
@@ -144,7 +152,8 @@ def _as_ours(error: Exception, settings: Settings) -> tuple[FinetuneError, int]:
     if isinstance(error, FinetuneError):
         return error, error.exit_code
     if isinstance(error, typer.TyperException):
-        verb = " ".join(settings.arguments[: 2 if settings.arguments[:1] == ["data"] else 1])
+        in_group = settings.arguments[:1] and settings.arguments[0] in _GROUPS
+        verb = " ".join(settings.arguments[: 2 if in_group else 1])
         message = error.format_message().rstrip(".")
         return FinetuneError(message[:1].lower() + message[1:], fix=f"finetune {verb} --help"), WRONG_INPUT
     if isinstance(error, OSError) and error.strerror:

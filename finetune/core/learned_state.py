@@ -12,7 +12,7 @@
 * ``training/...``: what only going on with the training needs.
 
 ``delta_config.json["axes"]`` maps each indexed tensor to its axis; null means that the positions count the entries of
-the flattened (row-major) tensor.
+the flattened (row-major) tensor. ``["shapes"]`` has the shapes of these tensors.
 """
 
 from __future__ import annotations

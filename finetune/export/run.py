@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 from finetune.core.errors import CapabilityError, ConfigError, list_choices, nearest
 from finetune.export.merge import merge_run, require_empty
@@ -36,7 +34,7 @@ def export_run(run: Path, out: Path, to: str) -> Path:
 
 
 def _export_adapter(run: Path, out: Path) -> None:
-    """Copies an adapter, or lets the method express its update as one (:meth:`finetune.methods.Method.export_lora`)."""
+    """Copies an adapter, or expresses what was learned of the base's own weights as one: LoRA, or SHiRA of entries."""
     import shutil
 
     from finetune.core.files import replaced_folder
@@ -57,17 +55,16 @@ def _export_adapter(run: Path, out: Path) -> None:
 
 
 def _export_delta(run: Path, folder: Path, out: Path) -> None:
-    from finetune.core.learned_state import DELTA_CONFIG
-    from finetune.methods import build_method
+    from finetune.core.learned_state import read_learned_state
+    from finetune.methods.primitives.stock_adapter import changes_of, write_stock_adapter
     from finetune.models import load_model
     from finetune.models.tuned import base_of
 
-    recorded = json.loads((folder / DELTA_CONFIG).read_text(encoding="utf-8"))
-    method = build_method({"name": recorded["method"], **recorded["config"]})
+    tensors, recorded = read_learned_state(folder)
     base = base_of(run) or recorded["base_model"]
-    tied: Literal["keep", "untie"] = "keep" if recorded.get("tied", True) else "untie"
-    method.attach(load_model(base, dtype="float32", tied=tied), learned=folder)
-    method.export_lora(out)
+    changes = changes_of(tensors, recorded.get("axes", {}))
+    # Only the kinds and sizes of the base's layers are needed.
+    write_stock_adapter(out, changes, load_model(base, meta=True), base_model=base)
 
 
 def _export_merged(run: Path, out: Path) -> None:

@@ -173,7 +173,7 @@ class PeftTuner(Method):
             require_same_method(self.metadata(), metadata, Path(folder))
         self.load_state_dict(read_adapter(Path(folder), resume_only=self._resumes_from_own_file))
 
-    def export_lora(self, folder: str | Path) -> None:
+    def export_adapter(self, folder: str | Path) -> None:
         """Writes the adapter as it is: PEFT made it."""
         from finetune.methods.primitives.peft_files import write_adapter
 

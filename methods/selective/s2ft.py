@@ -216,7 +216,8 @@ class S2FT(Method):
         from finetune.methods.primitives.weight_slice import stored_axis
 
         axes = {f"{name}.weight": stored_axis(layer) for name, layer in self._slices.items()}
-        write_learned_state(Path(folder), self.state_dict(), {**self.metadata(), "axes": axes})
+        shapes = {key: tuple(self.model.get_parameter(key).shape) for key in axes}
+        write_learned_state(Path(folder), self.state_dict(), {**self.metadata(), "axes": axes, "shapes": shapes})
 
     def load(self, folder: str | Path) -> None:
         """Reads what :meth:`save` wrote; strict."""
@@ -252,26 +253,22 @@ class S2FT(Method):
         model, self._model, self._slices = self.model, None, {}
         return model
 
-    def export_lora(self, folder: str | Path) -> None:
+    def export_adapter(self, folder: str | Path) -> None:
         """Writes the update as a stock PEFT LoRA adapter: one factor selects the slice, the other holds its change.
 
         Exact: ``W + B A`` equals the tuned weight, since the update is zero outside the slice.
         """
-        from finetune.methods.primitives.lora_form import slice_update, write_lora
-        from finetune.methods.primitives.projections import in_features, out_features
+        from finetune.methods.primitives.stock_adapter import WeightChange, write_stock_adapter
         from finetune.methods.primitives.weight_slice import stored_axis
 
-        updates = {}
-        in_place = self._in_place()
+        in_place, changes = self._in_place(), {}
         for name, layer in self._slices.items():
             change = layer.trained.detach()
             if name in in_place:
                 base = in_place[name].slice_base
                 change = in_place[name].absolute().to(base.dtype).float() - base.float()
-            sizes = (out_features(layer), in_features(layer))
-            transposed = stored_axis(layer) != layer.slice_axis
-            updates[name] = slice_update(change, layer.slice_index, layer.slice_axis, sizes, transposed=transposed)
-        write_lora(Path(folder), updates, base_model=str(self.metadata()["base_model"]))
+            changes[f"{name}.weight"] = WeightChange(stored_axis(layer), layer.slice_index, change)
+        write_stock_adapter(Path(folder), changes, self.model, base_model=str(self.metadata()["base_model"]))
 
     def _chosen(self) -> tuple[str, ...]:
         from finetune.methods.primitives.weight_slice import COLUMNS

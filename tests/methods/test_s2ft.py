@@ -294,7 +294,7 @@ def test_the_exported_adapter_is_exact_in_stock_peft(build: Any, tmp_path: Path)
     for _ in range(3):
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
-    method.export_lora(tmp_path / "lora")
+    method.export_adapter(tmp_path / "lora")
     before = base(ids).logits
     adapted = PeftModel.from_pretrained(base, str(tmp_path / "lora"))
     with torch.no_grad():

@@ -290,7 +290,7 @@ def test_rows_and_columns_save_load_merge_and_export(build: Any, form: str, tmp_
         assert torch.equal(fresh.eval()(IDS).logits, expected)
         loaded = finetune.load(copy.deepcopy(base), tmp_path / "out")
         torch.testing.assert_close(loaded(IDS).logits, expected, atol=1e-5, rtol=1e-5)
-        method.export_lora(tmp_path / "lora")
+        method.export_adapter(tmp_path / "lora")
         adapted = PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / "lora")).eval()
         torch.testing.assert_close(adapted(IDS).logits, expected, atol=1e-5, rtol=1e-5)
         merged = method.merge()
