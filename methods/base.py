@@ -108,6 +108,11 @@ class Method(ABC):
             raise TrainingError(f"method {self.name!r} is not attached", fix="model = method.attach(model)")
         return self._model
 
+    @property
+    def writes_base(self) -> bool:
+        """Whether training changes the base's own weights, which cannot be done to quantised ones."""
+        return self.kind != "adapter"
+
     def calibration_examples(self, total: int) -> int:
         """Returns how many of ``total`` training examples the choice of what trains looks at; 0 where it needs none."""
         return 0

@@ -46,6 +46,11 @@ class Composition(Method):
     def _attached(self) -> list[Method]:
         return [method for method in self.methods[:-1] if not isinstance(method, WholeTensors)] + [self.methods[-1]]
 
+    @property
+    def writes_base(self) -> bool:
+        """Whether the first member that is attached does: later ones choose among what it trains."""
+        return self._attached[0].writes_base
+
     def calibration_examples(self, total: int) -> int:
         """Returns the most that a member looks at."""
         return max(method.calibration_examples(total) for method in self._attached)

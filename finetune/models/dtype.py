@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from finetune.core.measured import measured_choice
+
 if TYPE_CHECKING:
     import torch
 
@@ -36,7 +38,13 @@ def best_dtype(device: torch.device) -> torch.dtype:
 
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    return min((torch.float32, torch.bfloat16), key=lambda dtype: _time_linear(device, dtype))
+
+    def measure() -> str:
+        best = min((torch.float32, torch.bfloat16), key=lambda dtype: _time_linear(device, dtype))
+        return str(best).removeprefix("torch.")
+
+    best: torch.dtype = getattr(torch, measured_choice(f"dtype on {device}", measure))
+    return best
 
 
 def _time_linear(device: torch.device, dtype: torch.dtype) -> float:
@@ -64,11 +72,17 @@ def best_attention(
         head_dim: Width of a head.
         length: Typical tokens of a row.
     """
-    import torch
-
     if device.type != "cpu" or length > _EAGER_MAX_LENGTH:
         return "sdpa"
-    query, key, value = (torch.randn(batch, heads, length, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
+    shape = (batch, heads, length, head_dim)
+    return measured_choice(f"attention {shape} {dtype}", lambda: _fastest_attention(shape, dtype))
+
+
+def _fastest_attention(shape: tuple[int, int, int, int], dtype: torch.dtype) -> str:
+    import torch
+
+    batch, _, length, head_dim = shape
+    query, key, value = (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3))
     mask = torch.full((length, length), torch.finfo(dtype).min, dtype=dtype).triu(1).expand(batch, 1, -1, -1)
 
     def eager() -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from finetune.core.errors import CapabilityError, ConfigError, DataError, FinetuneWarning
+from finetune.core.errors import CapabilityError, ConfigError, DataError, FinetuneError, FinetuneWarning
 from finetune.data.collate import PackingCollator, PaddingCollator
 from finetune.data.prepare import PreparedData, prepare_dataset, split_eval
 from finetune.methods import Method, build_method
@@ -135,11 +135,14 @@ def make_plan(recipe: Recipe, *, meta: bool = False, limit: int | None = None) -
     section = recipe.model
     source: dict[str, Any] = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
     config = load_config(section.name_or_path, **source)
+    _check_quantised(config, method)
     tokenizer = load_tokenizer(section.name_or_path, chat_template=recipe.data.chat_template, **source)
     arguments = _training_arguments(recipe)
     text_config = config.get_text_config()
     train, evaluation = _prepare(recipe, tokenizer, text_config, limit)
     _check_batches(train, arguments)
+    if not meta:
+        _check_targets(recipe, source)
     device = resolve_device(section.device)
     dtype = resolve_dtype(section.dtype, device)
     attention = section.attn_implementation
@@ -222,6 +225,33 @@ def _training_arguments(recipe: Recipe) -> TrainingArguments:
         raise ConfigError(
             "transformers refuses the training arguments", where="train", got=" ".join(str(error).split())
         ) from error
+
+
+def _check_quantised(config: Any, method: Method) -> None:
+    """P4: weights that are trained in place are no quantised ones."""
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None and method.writes_base:
+        kind = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        raise CapabilityError(
+            f"{method.name} changes the base's weights, and these are quantised",
+            where="model.name_or_path",
+            got=f"{getattr(config, '_name_or_path', '')} ({kind})",
+            want="float32, bfloat16 or float16 weights",
+            fix="method.name: lora, or s2ft with method.form: delta",
+        )
+
+
+def _check_targets(recipe: Recipe, source: dict[str, Any]) -> None:
+    """P4: finds out without weights whether the model has what the method is to train."""
+    blank = load_model(recipe.model.name_or_path, meta=True, tied=recipe.model.tied, **source)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they come again, with the weights
+        try:
+            build_method(recipe.method).attach(blank)
+        except FinetuneError:
+            raise
+        except Exception:
+            return  # a tuner that reads weights when it is attached is judged with them
 
 
 def _check_batches(train: PreparedData, arguments: TrainingArguments) -> None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from finetune.core.measured import measured_choice
+
 __all__ = ["BACKENDS", "EntryPattern", "fastest_backend"]
 
 _CHUNK = 4096
@@ -95,7 +97,7 @@ BACKENDS: dict[str, Callable[[Tensor, Tensor, EntryPattern], Tensor]] = {
 
 @functools.cache
 def fastest_backend(rows: int, columns: int, entries: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Returns the name of the backend that is fastest for a matrix of that size, by trying each, once per process.
+    """Returns the name of the backend that is fastest for a matrix of that size, by trying each, once per machine.
 
     Args:
         rows: M.
@@ -106,6 +108,11 @@ def fastest_backend(rows: int, columns: int, entries: int, dtype: torch.dtype, d
     """
     if device.type != "cpu":
         return "dense"
+    question = f"gradient of {entries} entries of {rows} x {columns} {dtype}"
+    return measured_choice(question, lambda: _measure(rows, columns, entries, dtype))
+
+
+def _measure(rows: int, columns: int, entries: int, dtype: torch.dtype) -> str:
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(_NOMINAL_TOKENS, rows, generator=generator).to(dtype)
     x = torch.randn(_NOMINAL_TOKENS, columns, generator=generator).to(dtype)

@@ -114,6 +114,11 @@ class S2FT(Method):
     Config: ClassVar[type[MethodConfig]] = S2FTConfig
     config: S2FTConfig
 
+    @property
+    def writes_base(self) -> bool:
+        """Whether the form is in place."""
+        return self.config.form == "inplace"
+
     def calibration_examples(self, total: int) -> int:
         """Returns how many examples the scores look at."""
         if self.config.select in ("random", "weight"):

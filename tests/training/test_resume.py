@@ -22,6 +22,8 @@ METHODS = {
     "lora": "{name: lora, r: 4, target_modules: all-linear, lora_dropout: 0.1}",
     "s2ft": "{name: s2ft, ratio: 0.1}",
     "full": "{name: full}",
+    "id3": "{name: id3, budget: 0.02}",  # killed in the middle of the schedule
+    "spiel": "{name: spiel, budget: 0.02, every: 6, gradient_steps: 3}",
 }
 STEPS = 24
 

@@ -11,6 +11,7 @@ import torch
 
 import finetune
 from finetune.core.errors import (
+    CapabilityError,
     CheckpointError,
     ConfigError,
     DataError,
@@ -111,7 +112,7 @@ def test_checkpoints_hold_what_trains_and_no_base(s2ft_run: Path) -> None:
     assert not list((s2ft_run / "checkpoint-6").glob("tokenizer*"))
 
 
-@pytest.mark.parametrize("name", ["lora", "full", "dora", "vera", "top_layers"])
+@pytest.mark.parametrize("name", ["lora", "full", "dora", "vera", "top_layers", "id3", "fish", "spiel"])
 def test_the_same_recipe_trains_with_every_method(workshop: Path, tmp_path: Path, name: str) -> None:
     with pytest.warns(UserWarning, match="ratio"):
         result = train(workshop, tmp_path / "run", f"method.name={name}", "eval.tasks=[]")
@@ -159,6 +160,9 @@ def test_a_dry_run_checks_everything_and_writes_nothing(workshop: Path, tmp_path
     [
         (["method.name=lora", "method.target_modules=[q_porj]"], TargetError, "q_porj"),
         (["method.name=bitfit"], TargetError, "no biases"),
+        (["method.name=id3", "method.budget=100000000"], TargetError, "larger than the scope"),
+        (["method.name=fish", "method.scope.include=[dwn_proj]"], TargetError, "down_proj"),
+        (["method.name=random", "method.budget=0"], ConfigError, "more than 0 or at least 1"),
         (["data.max_length=4"], DataError, "no row is left"),
         (["data.chat_template=nothing"], FinetuneError, "nothing"),
         (["model.name_or_path=./missing"], ConfigError, "there is no file"),
@@ -175,6 +179,21 @@ def test_what_cannot_train_ends_with_one_clear_error(
     if (tmp_path / "run" / "run.json").exists():
         assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
         assert not (tmp_path / "run" / "final").exists()
+
+
+@pytest.mark.parametrize("method", ["s2ft", "random", "full", "top_layers"])
+def test_quantised_weights_are_refused_before_they_are_read(workshop: Path, tmp_path: Path, method: str) -> None:
+    quantised = tmp_path / "model"
+    quantised.mkdir()
+    for file in (workshop / "model").iterdir():
+        if file.suffix != ".safetensors":
+            (quantised / file.name).write_bytes(file.read_bytes())
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (quantised / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CapabilityError, match="these are quantised") as caught:
+        train(workshop, tmp_path / "run", f"model.name_or_path={quantised}", f"method.name={method}", "eval.tasks=[]")
+    assert "method.form: delta" in caught.value.fix
 
 
 def test_an_earlier_run_is_neither_overwritten_nor_mixed_up(workshop: Path, s2ft_run: Path) -> None:
