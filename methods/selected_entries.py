@@ -141,11 +141,15 @@ class SelectedEntries(Method):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns per tensor with chosen entries ``NAME.{index, value, base}``, and what resuming needs besides."""
-        return self._pool.state_dict()
+        from finetune.methods.primitives.entry_state import pool_state
+
+        return pool_state(self._pool)
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Trains the entries of ``state`` instead of those chosen before; strict."""
-        self._pool.load_state_dict(state, over_adapter=self._over_adapter)
+        from finetune.methods.primitives.entry_state import load_pool_state
+
+        load_pool_state(self._pool, state, over_adapter=self._over_adapter)
 
     def save(self, folder: str | Path) -> None:
         """Writes the entries with their base values, and the metadata."""

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from finetune.core.errors import CheckpointError, TrainingError
-from finetune.core.learned_state import BASE, INDEX, TRAINING, VALUE, learned_names, narrowest_exact
+from finetune.core.errors import TrainingError
 from finetune.methods.primitives.entry_gradient import BACKENDS, EntryPattern, fastest_backend
 from finetune.methods.primitives.entry_modules import route_entries, unroute_entries
 
@@ -24,7 +23,6 @@ __all__ = ["PARAMETER", "EntryPool", "EntryTensor", "Observer"]
 
 PARAMETER = "selected_entries"
 """Name of the pool's parameter in the model."""
-_VALUES, _SLOTS, _BACKENDS = f"{TRAINING}values", f"{TRAINING}slots", f"{TRAINING}backends"
 
 
 class Observer(Protocol):
@@ -134,6 +132,7 @@ class EntryPool:
     Attributes:
         values: The parameter, float32 (B,).
         tensors: The tensors, by name.
+        to_base: Whether the parameter holds changes.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class EntryPool:
         self.values = nn.Parameter(torch.zeros(capacity, dtype=torch.float32, device=device))
         self.observer = observer
         self._showing: bool | None = None
-        self._to_base = to_base
+        self.to_base = to_base
         self._gradient: Tensor | None = None
         self._token: Tensor | None = None
         self._shared: dict[EntryTensor, Tensor] = {}
@@ -187,7 +186,7 @@ class EntryPool:
         """Chooses more entries of one tensor, at ``slot``, both int64 (K,), and reads their values."""
         base = entries.flat.index_select(0, index)
         with torch.no_grad():
-            self.values[slot] = torch.zeros_like(base, dtype=torch.float32) if self._to_base else base.float()
+            self.values[slot] = torch.zeros_like(base, dtype=torch.float32) if self.to_base else base.float()
         joined = (torch.cat(pair) for pair in ((entries.index, index), (entries.slot, slot), (entries.base, base)))
         entries.set(*joined)
 
@@ -216,7 +215,7 @@ class EntryPool:
         """Takes the chosen values from the weights."""
         for entries in self.tensors.values():
             here = entries.flat.index_select(0, entries.index).float()
-            self.values[entries.slot] = here - entries.base.float() if self._to_base else here
+            self.values[entries.slot] = here - entries.base.float() if self.to_base else here
 
     @torch.no_grad()
     def write(self) -> None:
@@ -233,7 +232,7 @@ class EntryPool:
     def absolute(self, entries: EntryTensor) -> Tensor:
         """Returns the float32 values (K,) of the entries of one tensor, in the order of its index."""
         values = self.values.detach().index_select(0, entries.slot)
-        return values + entries.base.float() if self._to_base else values
+        return values + entries.base.float() if self.to_base else values
 
     @torch.no_grad()
     def restore_base(self) -> None:
@@ -298,91 +297,6 @@ class EntryPool:
             for module, _ in entries.holders:
                 unroute_entries(module)
         delattr(self._model, PARAMETER)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Returns ``NAME.{index, value, base}`` of tensors with chosen entries, and what resuming needs besides."""
-        state: dict[str, Tensor] = {}
-        slots = []
-        for name, entries in self.tensors.items():
-            if entries.index.numel():
-                state[f"{name}{INDEX}"] = entries.index
-                state[f"{name}{VALUE}"] = self.absolute(entries)
-                state[f"{name}{BASE}"] = narrowest_exact(entries.base)
-                slots.append(entries.slot)
-        if slots:
-            state[_SLOTS] = torch.cat(slots)
-        if self._to_base:
-            state[_VALUES] = self.values.detach()
-        backends = [list(BACKENDS).index(entries.backend) for entries in self.tensors.values()]
-        return {**state, _BACKENDS: torch.tensor(backends, dtype=torch.uint8)}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor], *, over_adapter: bool = False) -> None:
-        """Chooses and sets what ``state`` says; strict.
-
-        Args:
-            state: As :meth:`state_dict` returns it.
-            over_adapter: Whether the entries are those of an adapter whose trained weights have been loaded: what they
-                were at first only ``state`` knows then.
-
-        Raises:
-            CheckpointError: A tensor is missing, does not fit, or belongs to another base. Nothing is changed then.
-        """
-        self._check(state)
-        if not over_adapter:
-            for name in learned_names(state):
-                self._check_base(name, state)
-            self.restore_base()
-        start = 0
-        for name, entries in self.tensors.items():
-            index = state.get(f"{name}{INDEX}", torch.empty(0, dtype=torch.int64)).to(entries.weight.device)
-            stop = start + index.numel()
-            slot = state[_SLOTS][start:stop].to(index) if index.numel() else index
-            base = state[f"{name}{BASE}"].to(entries.weight) if index.numel() else entries.flat[:0]
-            entries.set(index, slot, base)
-            if index.numel() and not self._to_base:
-                self.values[slot] = state[f"{name}{VALUE}"].to(self.values)
-            start = stop
-        if self._to_base:
-            self.values.copy_(state[_VALUES])
-        for entries, backend in zip(self.tensors.values(), state[_BACKENDS].tolist(), strict=True):
-            entries.backend = list(BACKENDS)[backend]
-        self.write()
-
-    def _check(self, state: Mapping[str, Tensor]) -> None:
-        names = learned_names(state)
-        wanted = {f"{name}{part}" for name in names for part in (INDEX, VALUE, BASE)} | {_BACKENDS}
-        wanted |= ({_SLOTS} if names else set()) | ({_VALUES} if self._to_base else set())
-        missing = sorted(wanted - state.keys())
-        unknown = sorted(set(names) - self.tensors.keys())
-        if missing or unknown:
-            raise CheckpointError(
-                "the learned state does not fit what the method trains",
-                where=", ".join([*missing, *unknown][:4]),
-                got=f"{len(missing)} tensors missing, {len(unknown)} of other parameters",
-                fix="attach with the config and base that the state was trained with",
-            )
-        total = sum(state[f"{name}{INDEX}"].numel() for name in names)
-        if total > self.values.numel():
-            raise CheckpointError(
-                "the learned state has more entries than the budget",
-                got=f"{total:,}",
-                want=f"at most {self.values.numel():,}",
-            )
-
-    def _check_base(self, name: str, state: Mapping[str, Tensor]) -> None:
-        """Checks the weight against the stored base values, or the trained ones where a stock trainer loaded those."""
-        entries = self.tensors[name]
-        plain = entries.flat.index_put((entries.index,), entries.base) if entries.index.numel() else entries.flat
-        index, value, base = (state[f"{name}{part}"].to(plain.device) for part in (INDEX, VALUE, BASE))
-        fits = index.shape == value.shape == base.shape and bool((index >= 0).all() and (index < plain.numel()).all())
-        if fits:
-            here = plain.index_select(0, index)
-            fits = bool(((here == base.to(here)) | (here == value.to(here))).all())
-        if not fits:
-            raise CheckpointError(
-                "the learned state belongs to another base model", where=name, fix="load the base it was trained on"
-            )
 
     def _follow_loaded(self, model: nn.Module, incompatible: Any) -> None:
         """After a stock ``load_state_dict`` of the whole model: the weights have the say."""
