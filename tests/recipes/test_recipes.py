@@ -10,6 +10,7 @@ from ruamel.yaml import YAML
 from finetune.core.shipped import shipped_names, shipped_path
 from finetune.evaluation.tasks import read_task
 from finetune.methods.registry import discover
+from finetune.methods.selected_entries import SelectedEntries
 
 RECIPES = shipped_names("recipe")
 
@@ -30,8 +31,9 @@ def test_the_first_line_says_what_the_recipe_does(name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_methods_tasks_and_shipped_files_of_a_recipe_exist(name: str) -> None:
     recipe = _read(name)
-    method = dict(recipe["method"])
-    assert discover().get(method.pop("name")).Config.model_validate(method)
+    for entry in recipe["method"] if isinstance(recipe["method"], list) else [recipe["method"]]:
+        method = dict(entry)
+        assert discover().get(method.pop("name")).Config.model_validate(method)
     for task in recipe.get("eval", {}).get("tasks", []):
         read_task(task)
     if recipe["data"]["train"].startswith("shipped:"):
@@ -40,6 +42,7 @@ def test_methods_tasks_and_shipped_files_of_a_recipe_exist(name: str) -> None:
 
 def test_there_is_a_recipe_for_each_method_that_the_quickstart_compares() -> None:
     methods = {"full", "top_layers", "lora", "dora", "vera", "ia3", "shira", "s2ft"}
+    methods |= {name for name in discover() if issubclass(discover().get(name), SelectedEntries)}
     assert {f"{method}/quickstart" for method in methods} <= set(RECIPES)
     assert all(_read(f"{method}/quickstart")["method"]["name"] == method for method in methods)
 
