@@ -53,6 +53,10 @@ class ScheduledEntries(SelectedEntries):
         self._schedule.total_steps = total_steps
 
     def _after_step(self, optimizer: Optimizer) -> None:
+        # A gradient scaler lets a fused optimizer skip the step within itself.
+        skipped = getattr(optimizer, "found_inf", None)
+        if skipped is not None and bool(skipped):
+            return
         self._schedule.step += 1
         if self._age is not None:
             self._age.correct(optimizer, self._schedule.age)

@@ -25,13 +25,10 @@ class EntryAge:
     def __init__(self, values: nn.Parameter) -> None:
         self._values = values
         self._before: Tensor | None = None
-        self._steps: Any = 0
 
     def remember(self, optimizer: Optimizer) -> None:
         """Keeps what the step starts from."""
         self._before = None if self._values.grad is None else self._values.detach().clone()
-        steps = optimizer.state.get(self._values, {}).get("step", 0)
-        self._steps = steps.clone() if isinstance(steps, Tensor) else steps
 
     @torch.no_grad()
     def correct(self, optimizer: Optimizer, age: Tensor) -> None:
@@ -53,8 +50,5 @@ class EntryAge:
         second = state.get("max_exp_avg_sq", state["exp_avg_sq"]) / (1 - beta2**age).float()
         decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))
         start = self._before * (1 - group["lr"] * group["weight_decay"]) if decoupled else self._before
-        corrected = start - group["lr"] * first / (second.sqrt() + group["eps"])
-        # A fused optimizer under a gradient scaler may have skipped the step.
-        stepped = steps > torch.as_tensor(self._steps, device=age.device)
-        self._values.copy_(torch.where(stepped, corrected, self._values))
+        self._values.copy_(start - group["lr"] * first / (second.sqrt() + group["eps"]))
         self._before = None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -253,6 +256,36 @@ def test_a_gradient_that_is_not_finite_unmasks_nothing_and_costs_no_quota() -> N
     assert method._pool.chosen == 10
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_scaler_changes_nothing_and_its_skipped_step_costs_no_quota(fused: bool) -> None:
+    results = []
+    for scaled in (False, True):
+        method = finetune.method("id3", budget=40)
+        model = method.attach(tiny_llama())
+        method.bind(total_steps=4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+        optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2, fused=fused)
+        counts = []
+        for step in (0, 1, None, 2, 3):  # a step whose loss overflows, which is tried again with other data
+            if step is None and not scaled:
+                continue
+            ids = token_batch(2, 9, seed=step or 0)
+            loss = model(input_ids=ids, labels=ids).loss * (torch.inf if step is None else 1)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            counts.append(method._pool.chosen)
+        assert counts == ([10, 20, 20, 30, 40] if scaled else [10, 20, 30, 40])
+        results.append({name: (e.index.tolist(), method._pool.absolute(e)) for name, e in method._pool.tensors.items()})
+    for name, (index, value) in results[0].items():
+        assert results[1][name][0] == index
+        # Scaling by a power of two is exact, dividing the norm by it is not quite.
+        torch.testing.assert_close(results[1][name][1], value, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("accumulation", ["candidates", "last"])
 def test_cheap_scores_over_micro_batches_keep_the_budget_and_the_sums(accumulation: str) -> None:
     model = tiny_llama()
@@ -309,6 +342,79 @@ def test_works_on_the_matrices_of_an_adapter_and_resumes(tmp_path: Path) -> None
         merged = method.merge()
         assert type(merged) is type(tiny_llama())
         torch.testing.assert_close(merged(probe).logits, expected, atol=2e-5, rtol=1e-4)
+
+
+TWO_PROCESSES = """
+import os, sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import finetune
+from support.tiny import tiny_llama, token_batch
+
+distributed, rank = "RANK" in os.environ, 0
+if distributed:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+sent = []
+for name in ("all_reduce", "all_gather"):
+    def counted(*args, real=getattr(dist, name), **kwargs):
+        sent.append(args[-1].numel())
+        return real(*args, **kwargs)
+    setattr(dist, name, counted)
+results = {}
+for accumulation in ("candidates", "exact"):
+    torch.manual_seed(0)
+    method = finetune.method("id3", budget=80, accumulation=accumulation, select_every=2)
+    model = method.attach(tiny_llama())
+    method.bind(total_steps=8)
+    wrapped = DistributedDataParallel(model) if distributed else model
+    optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2, weight_decay=0.1)
+    per_step = []
+    for step in range(10):
+        rows = token_batch(4, 10, seed=step)
+        mine = rows[2 * rank : 2 * rank + 2] if distributed else rows
+        wrapped(input_ids=mine, labels=mine).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        per_step.append(sum(sent))
+        sent.clear()
+    state = method.state_dict()
+    for name, tensor in (state.items() if distributed else ()):
+        other = tensor.clone()
+        dist.broadcast(other, 0)
+        assert torch.equal(other, tensor), name
+    results[accumulation] = state
+    results[accumulation + "/sent"] = per_step
+if rank == 0:
+    torch.save(results, sys.argv[1])
+"""
+
+
+@pytest.mark.multi_process
+@pytest.mark.integration
+def test_two_processes_unmask_what_one_does_and_exchange_candidates_only(tmp_path: Path) -> None:
+    script = tmp_path / "two.py"
+    script.write_text(TWO_PROCESSES)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for command, out in ((launcher, "two.pt"), ([sys.executable], "one.pt")):
+        full = [*command, str(script), str(tmp_path / out)]
+        done = subprocess.run(full, env=environment, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, two = torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")
+    for accumulation in ("candidates", "exact"):
+        assert one[accumulation].keys() == two[accumulation].keys()
+        for name, tensor in one[accumulation].items():
+            if name != "training/backends":  # each process may compute in its own way
+                torch.testing.assert_close(two[accumulation][name], tensor, atol=1e-6, rtol=1e-5)
+    # 20 entries at every second step: 5 x 20 candidates per tensor, their union over two processes at most twice that.
+    tensors = 14
+    sent = two["candidates/sent"]
+    assert all(0 < number <= tensors * (100 + 200) for number in sent[0:8:2])
+    assert sent[1:8:2] == [0, 0, 0, 0]
+    assert sent[8:] == [0, 0]
+    assert two["exact/sent"][0] == 15_360  # every entry of the scope
 
 
 def test_an_unknown_length_of_the_run_and_nested_backward_passes_are_refused() -> None:
