@@ -59,8 +59,11 @@ class TopEntries:
         index = top if places is None else places.index_select(0, top)
         scores = scores.index_select(0, top)
         taken = scores != -torch.inf
-        index, scores = index[taken], scores[taken]
-        self._parts.append((scores, index + self._offsets[name], payload.index_select(0, index)))
+        self.add_some(name, index[taken], scores[taken], payload.index_select(0, index[taken]))
+
+    def add_some(self, name: str, index: Tensor, scores: Tensor, payload: Tensor) -> None:
+        """Considers the entries at the flat positions ``index``, int64 (K,), of one tensor."""
+        self._parts.append((scores, index + self._offsets[name], payload))
         self._kept += index.numel()
         if self._kept >= 4 * self._count or (self._bound is None and self._kept >= self._count):
             self._prune()

@@ -41,11 +41,11 @@ class UnmaskingRule:
     accumulation: Literal["exact", "last", "candidates"]
 
     def score(self, gradient: Tensor, weight: Tensor) -> Tensor:
-        """Returns the D3 score of entries, float32, of the arguments' shape."""
-        magnitude = gradient.abs().float()
+        """Returns the D3 score of entries, float32, of their shape; infinite where the gradient is not finite."""
+        magnitude = gradient.abs().float().nan_to_num_(nan=torch.inf, posinf=torch.inf)
         if self.exponent == 0:
             return magnitude
-        return magnitude / weight.abs().float().add_(self.epsilon).pow_(self.exponent)
+        return magnitude.div_(weight.abs().float().add_(self.epsilon).pow_(self.exponent))
 
 
 def unmasked_by(step: int, *, budget: int, steps: int, schedule: str) -> int:
@@ -163,15 +163,10 @@ class Unmasking(EntrySchedule):
             start += index.numel()
 
     def _score_candidates(self, top: TopEntries) -> None:
-        own = torch.cat(list(self._sums.values()))
-        means, start = mean_over_processes(own), 0
+        own = torch.cat([self._sums[name] for name in self._candidates])
+        mean, start = mean_over_processes(own), 0
         for name, index in self._candidates.items():
-            entries = self.pool.tensors[name]
             part = slice(start, start + index.numel())
-            scores = torch.full((entries.weight.numel(),), -torch.inf, device=own.device)
-            scores[index] = self._rule.score(means[part], entries.flat.index_select(0, index))
-            scores[entries.index] = -torch.inf
-            gradient = torch.zeros_like(scores)
-            gradient[index] = own[part]
-            top.add(name, scores, gradient)
+            weight = self.pool.tensors[name].flat.index_select(0, index)
+            top.add_some(name, index, self._rule.score(mean[part], weight), own[part])
             start = part.stop

@@ -252,6 +252,12 @@ def test_a_gradient_that_is_not_finite_unmasks_nothing_and_costs_no_quota() -> N
     (model(input_ids=ids, labels=ids).loss * torch.inf).backward()
     assert method._pool.chosen == 0
     model.zero_grad()
+    # One entry of one layer is enough.
+    bad = model.model.layers[1].mlp.up_proj.register_full_backward_hook(lambda m, grads, outs: (grads[0] * torch.nan,))
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert method._pool.chosen == 0
+    bad.remove()
+    model.zero_grad()
     model(input_ids=ids, labels=ids).loss.backward()
     assert method._pool.chosen == 10
 
