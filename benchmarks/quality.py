@@ -1,7 +1,7 @@
 """Quality at equal numbers of trained parameters, on two real tasks, over several seeds: who wins, as it is.
 
-``sst2``: is a film phrase good or bad; accuracy of the likelier of two words. ``banking77``: which of 77 intents a
-bank's customer has; exact match of the intent's greedily generated name. The bundled model trains one pass over a
+``sst2``: is a film phrase good or bad; accuracy of the likelier of two words. ``banking_cards``: which of the eleven
+intents of BANKING77 that begin with "card" a customer has; exact match of the intent's greedily generated name. The bundled model trains one pass over a
 sample of the training data with AdamW and a linear decay. ``s2ft``, ``id3``, ``random``, ``magnitude`` and ``lora``
 (r = 8 on all linear layers) train the same number of parameters, ``full`` all of them. Each has one learning rate for
 both tasks, chosen on 320 rows of ``sst2`` by its development rows, with another seed (``--search`` repeats that).
@@ -28,6 +28,7 @@ BATCH = 16
 TRAINED = 2_442_240
 """Parameters of LoRA with r = 8 on all linear layers of the bundled model."""
 IGNORED = -100
+TASKS = ["sst2", "banking_cards"]
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ def read_sst2(part: str, count: int) -> list[Row]:
 
 
 def read_banking(part: str, count: int) -> list[Row]:
-    """Returns questions with the names of their intents, a sample over all intents."""
-    rows = _read(DATA / "banking77" / f"{part}.jsonl")
+    """Returns questions with the names of their intents, a sample over those that begin with "card"."""
+    rows = [row for row in _read(DATA / "banking77" / f"{part}.jsonl") if row["category"].startswith("card_")]
     random.Random(0).shuffle(rows)
     return [Row(f"{row['text'].strip()}\nIntent:", " " + row["category"].replace("_", " ")) for row in rows[:count]]
 
@@ -92,7 +93,7 @@ def make_tasks(train_rows: int, test_rows: int) -> list[Task]:
     """Returns both tasks."""
     return [
         Task("sst2", read_sst2("train", train_rows), read_sst2("test", test_rows), [" terrible", " great"]),
-        Task("banking77", read_banking("train", train_rows), read_banking("test", test_rows)),
+        Task("banking_cards", read_banking("train", train_rows), read_banking("test", test_rows)),
     ]
 
 
@@ -148,7 +149,7 @@ def score(model: Any, task: Task, tokenizer: Any) -> float:
                 out = model.generate(
                     input_ids=ids,
                     attention_mask=mask,
-                    max_new_tokens=14,
+                    max_new_tokens=10,
                     do_sample=False,
                     pad_token_id=tokenizer.eos_token_id,
                 )
@@ -208,6 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--methods", nargs="+", choices=list(SETUPS), default=list(SETUPS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--search", action="store_true", help="prints the accuracy by learning rate instead")
     given = parser.parse_args(arguments)
@@ -220,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tasks = make_tasks(2 * BATCH, 2 * BATCH) if given.quick else make_tasks(480, 300)
     methods = given.methods[:2] if given.quick and given.methods == list(SETUPS) else given.methods
     claims: list[Claim] = []
-    for task in tasks:
+    for task in (task for task in tasks if task.name in given.tasks):
         before = score(load_model(MODEL, dtype="float32", device="cpu"), task, tokenizer)
         for name in methods:
             seeds = range(1 if given.quick else given.seeds)

@@ -6,7 +6,7 @@ import re
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -81,6 +81,8 @@ _WORDS: dict[Any, str] = {
 
 def _type_in_words(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_in_words(arguments[0])
     if origin is Literal:
         return " | ".join(str(value) for value in arguments)
     if origin in (Union, types.UnionType):

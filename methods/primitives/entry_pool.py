@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from finetune.core.errors import TrainingError
 from finetune.methods.primitives.entry_gradient import BACKENDS, EntryPattern, fastest_backend
 from finetune.methods.primitives.entry_modules import route_entries, unroute_entries
+from finetune.methods.primitives.process_group import mean_over_processes
 
 __all__ = ["PARAMETER", "EntryPool", "EntryTensor", "Observer"]
 
@@ -44,7 +48,6 @@ class EntryTensor:
 
     Attributes:
         name: Its name in the model; a shared tensor has its first.
-        weight: The parameter.
         pool: The pool that they are part of.
         holders: The modules that hold the parameter, and under which name.
         index: Flat row-major positions, ascending, int32 (int64 in very large tensors) (K,).
@@ -53,7 +56,6 @@ class EntryTensor:
     """
 
     name: str
-    weight: nn.Parameter
     pool: EntryPool
     holders: list[tuple[nn.Module, str]]
     index: Tensor = field(init=False)
@@ -68,9 +70,27 @@ class EntryTensor:
         self.index, self.slot, self.base = empty, empty.clone(), self.flat[:0].clone()
 
     @property
+    def weight(self) -> nn.Parameter:
+        """The parameter as its module holds it now: FSDP2 exchanges shard and whole."""
+        module, name = self.holders[0]
+        return cast(nn.Parameter, module._parameters[name])
+
+    @property
     def flat(self) -> Tensor:
-        """The weight as a vector: a view."""
-        return self.weight.detach().view(-1)
+        """The weight as a vector: a view, or gathered where each process has a shard."""
+        weight = self.weight.detach()
+        whole: Tensor = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        return whole.view(-1)
+
+    @torch.no_grad()
+    def put(self, index: Tensor, values: Tensor) -> None:
+        """Writes ``values``, rounded, at flat positions; of a sharded weight each process writes its own rows."""
+        weight: Tensor = self.weight
+        if isinstance(weight, DTensor):
+            first, weight = _first_entry(weight), weight.to_local()
+            own = (index >= first) & (index < first + weight.numel())
+            index, values = index[own] - first, values[own]
+        weight.view(-1).index_put_((index,), values.to(weight.dtype))
 
     def set(self, index: Tensor, slot: Tensor, base: Tensor) -> None:
         """Replaces what is chosen; sorts by position."""
@@ -154,7 +174,7 @@ class EntryPool:
         self._token: Tensor | None = None
         self._shared: dict[EntryTensor, Tensor] = {}
         holders = _holders(model)
-        self.tensors = {name: EntryTensor(name, weight, self, holders[id(weight)]) for name, weight in tensors.items()}
+        self.tensors = {name: EntryTensor(name, self, holders[id(weight)]) for name, weight in tensors.items()}
         for entries in self.tensors.values():
             entries.backend = _backend(entries, capacity / sum(p.numel() for p in tensors.values()), backend)
             for module, name in entries.holders:
@@ -203,7 +223,7 @@ class EntryPool:
             The slots, of which each goes to the entry of ``index`` in the same place.
         """
         slot = entries.slot[dropped]
-        entries.weight.view(-1).index_put_((entries.index[dropped],), entries.base[dropped])
+        entries.put(entries.index[dropped], entries.base[dropped])
         kept = torch.ones(entries.index.numel(), dtype=torch.bool, device=index.device)
         kept[dropped] = False
         entries.set(entries.index[kept], entries.slot[kept], entries.base[kept])
@@ -226,8 +246,7 @@ class EntryPool:
         """
         for entries in self.tensors.values():
             if entries.index.numel():
-                value = self.absolute(entries)
-                entries.weight.view(-1).index_put_((entries.index,), value.to(entries.weight.dtype))
+                entries.put(entries.index, self.absolute(entries))
 
     def absolute(self, entries: EntryTensor) -> Tensor:
         """Returns the float32 values (K,) of the entries of one tensor, in the order of its index."""
@@ -238,7 +257,7 @@ class EntryPool:
     def restore_base(self) -> None:
         """Gives all chosen entries their base values back."""
         for entries in self.tensors.values():
-            entries.weight.view(-1).index_put_((entries.index,), entries.base)
+            entries.put(entries.index, entries.base)
 
     def token(self) -> Tensor:
         """Returns what a routed weight's node in the graph has to depend on."""
@@ -287,7 +306,8 @@ class EntryPool:
             assert self.observer is not None
             self.observer.end_pass(gradient)
         self._gradient = self._token = self._showing = None
-        return gradient
+        # DDP averages the parameter's gradient, FSDP2 leaves a parameter that it does not shard alone.
+        return mean_over_processes(gradient) if isinstance(self._model, FSDPModule) else gradient
 
     def detach(self) -> None:
         """Makes the model plain again; its weights keep the values."""
@@ -307,6 +327,12 @@ class EntryPool:
     def __getstate__(self) -> dict[str, Any]:
         # Nothing of a pass under way can be copied, and a copy of the model has no business with the choosing.
         return {**self.__dict__, "_token": None, "_gradient": None, "_shared": {}, "observer": None, "_showing": None}
+
+
+def _first_entry(weight: DTensor) -> int:
+    """Returns the flat position of the first entry of this process's rows."""
+    _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    return offset[0] * (weight.numel() // max(1, weight.shape[0]))
 
 
 def _hide(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

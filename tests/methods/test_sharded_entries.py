@@ -1,0 +1,93 @@
+"""Entries of weights that FSDP2 has taken apart: the same choice and the same weights as in one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+import finetune
+from support.tiny import tiny_gpt2, tiny_llama, token_batch
+
+distributed, rank = "RANK" in os.environ, 0
+if distributed:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+CASES = {
+    "id3": ("id3", {"budget": 80, "select_every": 2}, tiny_llama),
+    "id3 exact": ("id3", {"budget": 80, "accumulation": "exact"}, tiny_llama),
+    "random": ("random", {"budget": 0.05, "weight_decay_target": "base"}, tiny_llama),
+    # Not the biases: that of a key has no gradient but rounding, which Adam blows up.
+    "random, all weights": ("random", {"budget": 0.05, "scope": {"include": ["weight$"]}}, tiny_gpt2),
+    "spiel": ("spiel", {"budget": 0.05, "every": 3, "gradient_steps": 2}, tiny_llama),
+}
+results = {}
+for case, (name, settings, build) in CASES.items():
+    torch.manual_seed(0)
+    method = finetune.method(name, **settings)
+    model = method.attach(build())
+    method.bind(total_steps=8)
+    if distributed:
+        ignored = set(method.trained_parameters().values())
+        blocks = model.model.layers if build is tiny_llama else model.transformer.h
+        for block in blocks:
+            fully_shard(block)
+        fully_shard(model, ignored_params=ignored)
+        assert all(isinstance(p, DTensor) for n, p in model.named_parameters() if n != "selected_entries")
+    optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2, weight_decay=0.1)
+    for step in range(8):
+        rows = token_batch(4, 10, seed=step)
+        mine = rows[2 * rank : 2 * rank + 2] if distributed else rows
+        model(input_ids=mine, labels=mine).loss.backward()
+        torch.nn.utils.clip_grad_norm_(method.trained_parameters().values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 4:  # a state goes back to where it came from, and training goes on from it
+            state = {key: tensor.clone() for key, tensor in method.state_dict().items()}
+            method.load_state_dict(state)
+            assert all(torch.equal(tensor, state[key]) for key, tensor in method.state_dict().items())
+    state = method.state_dict()
+    for key, tensor in (state.items() if distributed else ()):
+        other = tensor.clone()
+        dist.broadcast(other, 0)
+        assert torch.equal(other, tensor), (case, key)
+    weights = {
+        key: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for key, p in model.named_parameters()
+        if key != "selected_entries"
+    }
+    results[case] = (state, weights)
+if rank == 0:
+    torch.save(results, sys.argv[1])
+"""
+
+
+@pytest.mark.multi_process
+@pytest.mark.integration
+def test_two_sharded_processes_equal_one(tmp_path: Path) -> None:
+    script = tmp_path / "sharded.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for command, out in ((launcher, "two.pt"), ([sys.executable], "one.pt")):
+        full = [*command, str(script), str(tmp_path / out)]
+        done = subprocess.run(full, env=environment, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, two = torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")
+    for case, (state, weights) in one.items():
+        found, found_weights = two[case]
+        assert state.keys() == found.keys(), case
+        for key, tensor in state.items():
+            if key.endswith(".index"):
+                assert torch.equal(found[key], tensor), (case, key)
+        for key, tensor in weights.items():
+            assert torch.allclose(found_weights[key], tensor, atol=1e-6, rtol=1e-5), (case, key)
