@@ -1,10 +1,11 @@
 """Quality at equal numbers of trained parameters, on two real tasks, over several seeds: who wins, as it is.
 
 ``sst2``: is a film phrase good or bad; accuracy of the likelier of two words. ``banking_cards``: which of the eleven
-intents of BANKING77 that begin with "card" a customer has; exact match of the intent's greedily generated name. The bundled model trains one pass over a
-sample of the training data with AdamW and a linear decay. ``s2ft``, ``id3``, ``random``, ``magnitude`` and ``lora``
-(r = 8 on all linear layers) train the same number of parameters, ``full`` all of them. Each has one learning rate for
-both tasks, chosen on 320 rows of ``sst2`` by its development rows, with another seed (``--search`` repeats that).
+intents of BANKING77 that begin with "card" a customer has; exact match of the intent's greedily generated name. The
+bundled model trains one pass over a sample of the training data with AdamW and a linear decay. ``s2ft``, ``id3``,
+``random``, ``magnitude`` and ``lora`` (r = 8 on all linear layers) train the same number of parameters, ``full`` all of
+them. Each has one learning rate for both tasks, chosen on 320 rows of ``sst2`` by its development rows, with another
+seed (``--search`` repeats that).
 
 Needs ``../shared/data``. Run: python benchmarks/quality.py [--quick] [--json PATH] [--methods ...] [--seeds 3]
 """

@@ -6,7 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["mean_over_processes", "processes", "union_over_processes"]
+__all__ = ["PROPOSALS_PER_ENTRY", "mean_over_processes", "processes", "union_over_processes"]
+
+PROPOSALS_PER_ENTRY = 5
+"""How many candidates are proposed per entry that will be chosen, where not all gradients are there at once."""
 
 
 def processes() -> int:

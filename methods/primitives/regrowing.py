@@ -15,7 +15,12 @@ from finetune.core.learned_state import TRAINING
 from finetune.methods.primitives.entry_choice import top_of
 from finetune.methods.primitives.entry_pool import EntryTensor
 from finetune.methods.primitives.entry_schedule import EntrySchedule
-from finetune.methods.primitives.process_group import mean_over_processes, union_over_processes
+from finetune.methods.primitives.process_group import (
+    PROPOSALS_PER_ENTRY,
+    mean_over_processes,
+    processes,
+    union_over_processes,
+)
 
 __all__ = ["Regrowing", "RegrowingRule"]
 
@@ -61,6 +66,10 @@ class _Gathered:
     def __post_init__(self) -> None:
         self.step = torch.zeros_like(self.sum)
 
+    def only(self, places: Tensor) -> _Gathered:
+        """Returns what is gathered about some of the candidates."""
+        return _Gathered(self.candidates[places], self.sum[places], self.squares[places])
+
 
 class Regrowing(EntrySchedule):
     """Replaces entries of a pool.
@@ -87,7 +96,9 @@ class Regrowing(EntrySchedule):
         if gathered is None:
             size = gradient.abs().float()
             size[entries.index] = -torch.inf
-            index = union_over_processes(top_of(size, min(entries.index.numel(), size.numel() - entries.index.numel())))
+            # What is best by the mean over the processes may not be the very best for any of them.
+            proposed = self._candidates_of(entries) * (PROPOSALS_PER_ENTRY if processes() > 1 else 1)
+            index = union_over_processes(top_of(size, min(proposed, size.numel() - entries.index.numel())))
             zeros = torch.zeros(index.numel(), device=index.device)
             gathered = self._gathered[entries.name] = _Gathered(index, zeros, zeros.clone())
         gathered.step += gradient.index_select(0, gathered.candidates)
@@ -96,11 +107,21 @@ class Regrowing(EntrySchedule):
         """Closes the step at its last micro-batch."""
         if not GradientState().sync_gradients:
             return
-        for gathered in self._gathered.values():
+        for name, gathered in self._gathered.items():
             mean = mean_over_processes(gathered.step)
+            count = self._candidates_of(self.pool.tensors[name])
+            if mean.numel() > count:
+                # Several processes proposed: the best of them by the mean are the candidates.
+                best = top_of(mean.abs(), count)
+                mean = mean[best]
+                gathered = self._gathered[name] = gathered.only(best)
             gathered.sum += mean
             gathered.squares += mean.square()
             gathered.step.zero_()
+
+    def _candidates_of(self, entries: EntryTensor) -> int:
+        """Returns how many candidates a tensor has: as many as entries, if there are."""
+        return min(entries.index.numel(), entries.weight.numel() - entries.index.numel())
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:

@@ -13,12 +13,14 @@ from finetune.core.errors import TrainingError
 from finetune.methods.primitives.entry_choice import TopEntries, offsets_of, top_of
 from finetune.methods.primitives.entry_pool import EntryPool, EntryTensor
 from finetune.methods.primitives.entry_schedule import EntrySchedule
-from finetune.methods.primitives.process_group import mean_over_processes, processes, union_over_processes
+from finetune.methods.primitives.process_group import (
+    PROPOSALS_PER_ENTRY,
+    mean_over_processes,
+    processes,
+    union_over_processes,
+)
 
 __all__ = ["Unmasking", "UnmaskingRule", "unmasked_by"]
-
-_CANDIDATES_PER_ENTRY = 5
-"""How many candidates each tensor proposes per entry that will be chosen, where not all gradients are there at once."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class Unmasking(EntrySchedule):
         index = self._candidates.get(entries.name)
         if index is None:
             scores = self._open_scores(entries, gradient)
-            index = union_over_processes(top_of(scores, _CANDIDATES_PER_ENTRY * self._quota))
+            index = union_over_processes(top_of(scores, PROPOSALS_PER_ENTRY * self._quota))
             self._candidates[entries.name] = index
         own = gradient.index_select(0, index).float()
         self._sums[entries.name] = self._sums[entries.name] + own if entries.name in self._sums else own
