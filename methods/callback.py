@@ -14,10 +14,27 @@ from finetune.methods.state import has_method_state
 if TYPE_CHECKING:
     from finetune.methods.base import Method
 
-__all__ = ["MethodCallback"]
+__all__ = ["EarlyStop", "MethodCallback"]
 
 
-class MethodCallback(TrainerCallback):
+class EarlyStop(TrainerCallback):
+    """Lets the backward pass end at the lowest trained block when activations are computed again.
+
+    transformers makes the output of the embedding require a gradient then, so that the backward pass goes through every
+    block, trained or not. Only the reentrant form of recomputation needs that.
+    """
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Takes the gradient off the embedding's output."""
+        options: Any = args.activation_checkpointing_kwargs or {}
+        if args.activation_checkpointing and not options.get("use_reentrant", False):
+            model = kwargs["model"]
+            (model.get_base_model() if hasattr(model, "get_base_model") else model).disable_input_require_grads()
+
+
+class MethodCallback(EarlyStop):
     """Writes the method's state into each checkpoint, and restores it when training goes on from one.
 
     The trainer restores a callback's own state only on request and only as JSON, so the state lies in files.
@@ -43,6 +60,7 @@ class MethodCallback(TrainerCallback):
         Raises:
             CheckpointError: Neither the output folder nor ``args.resume_from_checkpoint`` holds the state.
         """
+        super().on_train_begin(args, state, control, **kwargs)
         self.method.bind(total_steps=state.max_steps)
         if state.global_step == 0:
             return

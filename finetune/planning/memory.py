@@ -213,7 +213,7 @@ def _phases(step: _Step, label_tokens: int, logits_chunk: int | None) -> dict[st
     first = _first_block(step)
     within = max(blocks[first:], default=0) * tokens
     working = 2 * e * (shape.f + shape.h) * tokens
-    kept = (e * shape.h * shape.layers if step.checkpointing else sum(blocks[first:])) * tokens
+    kept = (e * shape.h * (shape.layers - first) if step.checkpointing else sum(blocks[first:])) * tokens
     kept += (2 * shape.head_dim * e + 8) * tokens  # rotary tables and the loss's own
     if first < shape.layers or step.places.norms:
         kept += (4 * shape.h + 4) * tokens  # the last norm's float32 copy
@@ -232,8 +232,7 @@ def _phases(step: _Step, label_tokens: int, logits_chunk: int | None) -> dict[st
 
 def _first_block(step: _Step) -> int:
     """Returns the first block that keeps anything for the backward pass."""
-    # With checkpointing the trainer makes the embedding's output require a gradient, so every block keeps its input.
-    if step.places.embedding or step.checkpointing:
+    if step.places.embedding:
         return 0
     return min(step.places.blocks, default=step.shape.layers)
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from finetune.core.errors import FinetuneWarning, RefusedError, TrainingError
 from finetune.core.files import replaced_folder, write_json, write_text
+from finetune.methods.callback import EarlyStop
 from finetune.report.model_card import write_model_card
 from finetune.report.page import write_report
 from finetune.report.plots import write_plots
@@ -238,7 +239,7 @@ class _Run:
             data_collator=plan.collator(),
             train_dataset=plan.train.dataset,
             eval_dataset=None if plan.evaluation is None else plan.evaluation.dataset,
-            callbacks=[InFlightChecks(plan.method), metrics, ProgressDisplay(self.console), stop],
+            callbacks=[EarlyStop(), InFlightChecks(plan.method), metrics, ProgressDisplay(self.console), stop],
         )
         for default in ("PrinterCallback", "ProgressCallback"):
             for callback in [c for c in trainer.callback_handler.callbacks if type(c).__name__ == default]:

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 import finetune
 from finetune.core.errors import CheckpointError
+from finetune.methods import build_method
 from support.tiny import tiny_llama, token_batch
 
 NAMES = {
@@ -68,6 +69,28 @@ def test_a_checkpoint_without_the_methods_state_is_refused(tmp_path: Path) -> No
     trained(tmp_path, "s2ft", seed=1, callbacks=False)
     with pytest.raises(CheckpointError, match="no state of 's2ft'"):
         trained(tmp_path, "s2ft", seed=2, resume=str(tmp_path / "checkpoint-3"))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("own", ["s2ft", "random", "lora"])
+def test_the_backward_pass_ends_at_the_lowest_trained_block_also_when_activations_are_recomputed(
+    tmp_path: Path, own: str, reentrant: bool
+) -> None:
+    if own == "random" and reentrant:
+        pytest.skip("refused: entries need the other kind")
+    method = build_method([{"name": "top_layers", "count": 1}, {"name": own, **NAMES[own]}])
+    model = method.attach(tiny_llama(layers=4))
+    flowed: set[int] = set()
+    blocks = model.get_base_model().model.layers if own == "lora" else model.model.layers
+    for number, block in enumerate(blocks):
+        block.post_attention_layernorm.register_full_backward_hook(lambda module, grads, outs, n=number: flowed.add(n))
+    options = arguments(
+        tmp_path, activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": reentrant}
+    )
+    trainer = Trainer(model=model, args=options, train_dataset=ROWS, callbacks=method.callbacks())
+    trainer.train()
+    # Reentrant recomputation loses the gradient of a block whose input needs none.
+    assert flowed == ({0, 1, 2, 3} if reentrant else {3})
 
 
 TWO_PROCESSES = """
