@@ -10,7 +10,7 @@ from pydantic import Field
 
 from finetune.core.errors import TargetError
 from finetune.core.learned_state import read_learned_state, require_same_method, write_learned_state
-from finetune.methods.base import Kind, Method, MethodConfig, MethodSummary
+from finetune.methods.base import Kind, Method, MethodConfig
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +54,9 @@ class SelectedEntries(Method):
     """Trains single entries of weights, chosen by :meth:`choose`, in place.
 
     The chosen entries are one float32 parameter; everything else stays bit-identical, under weight decay and in 16-bit
-    weights too. Memory per entry: 4 bytes value, 4 gradient, 8 Adam, 8 index, and the base's value; no dense gradient
-    outlives its layer's backward pass. Saved: index, value and base value of each entry.
+    weights too. Memory per entry: 4 bytes value, 4 gradient, 8 Adam, 8 index, the base's value, and up to 20 for the
+    way that its gradient is computed; no dense gradient outlives its layer's backward pass. Saved: index, value and
+    base value of each entry.
     """
 
     kind: ClassVar[Kind] = "delta"
@@ -75,7 +76,7 @@ class SelectedEntries(Method):
         section = self.config.scope
         scope = resolve_scope(model, candidates, include=section.include, exclude=section.exclude)
         budget = self._budget(sum(weight.numel() for weight in scope.values()))
-        choice = self._first_choice(model, scope, budget)
+        choice = self._first_choice(scope, budget)
         self._pool: EntryPool = EntryPool(
             model,
             scope,
@@ -102,7 +103,7 @@ class SelectedEntries(Method):
             )
         return count
 
-    def _first_choice(self, model: nn.Module, scope: dict[str, nn.Parameter], budget: int) -> dict[str, Tensor]:
+    def _first_choice(self, scope: dict[str, nn.Parameter], budget: int) -> dict[str, Tensor]:
         weightless = any(weight.is_meta for weight in scope.values())
         if weightless or (self.calibration_examples(1) and self._calibration is None):
             import torch
@@ -132,12 +133,6 @@ class SelectedEntries(Method):
     def trained_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns name and shape of each tensor in the scope: its layer keeps its input for the backward pass."""
         return {name: tuple(entries.weight.shape) for name, entries in self._pool.tensors.items()}
-
-    def summary(self) -> MethodSummary:
-        """Returns what trains: as many scalars as the budget."""
-        from dataclasses import replace
-
-        return replace(super().summary(), trained=self._pool.values.numel())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns per tensor with chosen entries ``NAME.{index, value, base}``, and what resuming needs besides."""
