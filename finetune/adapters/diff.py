@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from finetune.adapters.learned import LearnedTensor, read_learned
+from finetune.adapters.learned import LearnedTensor, read_learned, require_same_base
 
 __all__ = ["AdapterDiff", "TensorDiff", "diff"]
 
@@ -55,9 +55,10 @@ def diff(first: str | Path, second: str | Path) -> AdapterDiff:
 
     Raises:
         CapabilityError: A state has no base values.
-        CheckpointError: A state is missing or damaged.
+        CheckpointError: A state is missing or damaged, or they belong to different bases.
     """
     a, b = read_learned(first), read_learned(second)
+    require_same_base(a, b)
     names = sorted(a.tensors.keys() | b.tensors.keys())
     tensors = tuple(_compare(name, a.tensors.get(name), b.tensors.get(name)) for name in names)
     both = sum(tensor.both for tensor in tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.adapters.learned import Learned, LearnedTensor, read_learned
+from finetune.adapters.learned import LearnedTensor, read_learned, require_same_base
 from finetune.core.errors import CheckpointError, ConfigError
+from finetune.core.files import replaced_folder, require_empty
 from finetune.core.learned_state import BASE, INDEX, VALUE, write_learned_state
 
 __all__ = ["FUSED", "fuse"]
@@ -34,43 +36,40 @@ def fuse(adapters: Sequence[tuple[str | Path, float]], out: str | Path) -> Path:
 
     Args:
         adapters: Folders of learned states with base values, each with its weight; at least two.
-        out: Folder to write to.
+        out: Folder that does not exist or is empty; it appears whole or not at all.
 
     Raises:
         CapabilityError: A state has no base values.
         CheckpointError: The states belong to different bases.
-        ConfigError: There are fewer than two.
+        ConfigError: There are fewer than two, or a weight is not finite.
+        RefusedError: ``out`` holds something.
     """
+    require_empty(Path(out))
     if len(adapters) < 2:
         raise ConfigError("fusing takes at least two adapters", got=str(len(adapters)))
+    for folder, weight in adapters:
+        if not math.isfinite(weight):
+            raise ConfigError("the weight of an adapter is not finite", where=str(folder), got=str(weight))
     learned = [(read_learned(folder), weight) for folder, weight in adapters]
     first = learned[0][0]
     for other, _ in learned[1:]:
-        _require_same_base(first, other)
+        require_same_base(first, other)
     tensors: dict[str, Tensor] = {}
     axes: dict[str, int | None] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for name in sorted({name for one, _ in learned for name in one.tensors}):
         parts = [_Part(one.tensors[name], weight) for one, weight in learned if name in one.tensors]
-        axes[name], index, value, base = _sum(parts)
         shapes[name] = parts[0].tensor.shape
-        tensors |= {f"{name}{INDEX}": index.int(), f"{name}{VALUE}": value, f"{name}{BASE}": base}
+        axes[name], index, value, base = _sum(parts)
+        wide = math.prod(shapes[name]) >= 2**31
+        tensors |= {f"{name}{INDEX}": index if wide else index.int(), f"{name}{VALUE}": value, f"{name}{BASE}": base}
     own = {key: first.metadata.get(key) for key in ("base_model", "base_fingerprint", "tied", "finetune_version")}
     sources = [{"folder": str(one.folder), "method": one.metadata["method"], "weight": w} for one, w in learned]
     form = {"axes": axes, "shapes": shapes}
     metadata: dict[str, Any] = {**own, "method": FUSED, "kind": "delta", "config": {"sources": sources}, **form}
-    write_learned_state(Path(out), tensors, metadata)
+    with replaced_folder(Path(out)) as beside:
+        write_learned_state(beside, tensors, metadata)
     return Path(out)
-
-
-def _require_same_base(first: Learned, other: Learned) -> None:
-    if first.metadata.get("base_fingerprint") != other.metadata.get("base_fingerprint"):
-        raise CheckpointError(
-            "the adapters belong to different base models",
-            where=str(other.folder),
-            got=str(other.metadata.get("base_model")),
-            want=str(first.metadata.get("base_model")),
-        )
 
 
 def _sum(parts: Sequence[_Part]) -> tuple[int | None, Tensor, Tensor, Tensor]:
@@ -92,6 +91,9 @@ def _union(parts: Sequence[tuple[Tensor, Tensor, Tensor]], weights: Sequence[flo
     owners = torch.zeros(index.numel())
     for (own, value, own_base), weight in zip(parts, weights, strict=True):
         place = torch.searchsorted(index, own)
+        known = owners[place] > 0
+        if not torch.equal(base[..., place[known]], own_base[..., known].to(dtype)):
+            raise CheckpointError("the adapters disagree about what their base holds, so they belong to different ones")
         base[..., place] = own_base.to(dtype)
         change[..., place] += weight * (value - own_base.float())
         exact[..., place] = value

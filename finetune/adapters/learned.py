@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from finetune.core.errors import CapabilityError, CheckpointError
-from finetune.core.learned_state import BASE, DELTA, INDEX, VALUE, learned_names, read_learned_state
+from finetune.core.learned_state import BASE, DELTA, DELTA_CONFIG, INDEX, VALUE, learned_names, read_learned_state
 
-__all__ = ["Learned", "LearnedTensor", "read_learned"]
+__all__ = ["Learned", "LearnedTensor", "read_learned", "require_same_base"]
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,21 @@ class Learned:
         return {name: parameters[name] for name in self.tensors}
 
 
+def require_same_base(first: Learned, other: Learned) -> None:
+    """Checks that two states were learned on the same base.
+
+    Raises:
+        CheckpointError: They were not.
+    """
+    if first.metadata.get("base_fingerprint") != other.metadata.get("base_fingerprint"):
+        raise CheckpointError(
+            "the adapters belong to different base models",
+            where=str(other.folder),
+            got=str(other.metadata.get("base_model")),
+            want=str(first.metadata.get("base_model")),
+        )
+
+
 def read_learned(folder: str | Path) -> Learned:
     """Reads a learned state of changed positions.
 
@@ -107,6 +122,12 @@ def read_learned(folder: str | Path) -> Learned:
         CheckpointError: It is missing or damaged.
     """
     folder = Path(folder)
+    if (folder / "adapter_config.json").is_file() and not (folder / DELTA_CONFIG).is_file():
+        raise CapabilityError(
+            "this is an adapter of PEFT, which adds modules and does not change the base's own weights",
+            where=str(folder),
+            fix="finetune merge RUN OUT, or stock PEFT's load_adapter, set_adapter, add_weighted_adapter",
+        )
     tensors, metadata = read_learned_state(folder)
     found = {name: _tensor(folder, name, tensors, metadata) for name in learned_names(tensors)}
     return Learned(folder, found, metadata)
@@ -125,4 +146,10 @@ def _tensor(folder: Path, name: str, tensors: Mapping[str, Tensor], metadata: Ma
         index, value, base = (tensors[f"{name}{part}"] for part in (INDEX, VALUE, BASE))
     except KeyError as error:
         raise CheckpointError("the learned state is incomplete", where=f"{folder}: {name}", got=str(error)) from error
+    size = math.prod(shape) if axis is None else shape[axis]
+    outside = index.numel() and not (int(index.min()) >= 0 and int(index.max()) < size)
+    if outside or not (value.shape == base.shape and value.shape[-1:] == index.shape):
+        raise CheckpointError(
+            "the learned state is damaged: positions and values do not fit the tensor", where=f"{folder}: {name}"
+        )
     return LearnedTensor(name, shape, axis, index.long(), value.float(), base)

@@ -57,21 +57,21 @@ def apply(base: Model, adapter: Adapter, out: Out) -> None:
     """Writes the base with what was learned to OUT, as a plain model."""
     from finetune.adapters import apply as put_on
 
-    _write(base, out, lambda model: put_on(model, _folder(adapter)))
+    _write(base, out, lambda model: put_on(model, _folder(adapter)), adapter)
 
 
 def unapply(model: Model, adapter: Adapter, out: Out) -> None:
     """Writes the model without what was learned to OUT: the base again, bit for bit."""
     from finetune.adapters import unapply as take_off
 
-    _write(model, out, lambda loaded: take_off(loaded, _folder(adapter)))
+    _write(model, out, lambda loaded: take_off(loaded, _folder(adapter)), adapter)
 
 
 def switch(model: Model, old: Adapter, new: Adapter, out: Out) -> None:
     """Writes the model with NEW in place of OLD to OUT."""
     from finetune.adapters import switch as exchange
 
-    _write(model, out, lambda loaded: exchange(loaded, _folder(old), _folder(new)))
+    _write(model, out, lambda loaded: exchange(loaded, _folder(old), _folder(new)), old, new)
 
 
 def fuse(
@@ -83,15 +83,9 @@ def fuse(
 ) -> None:
     """Writes the weighted sum of what several runs learned to OUT, as a learned state."""
     from finetune.adapters import fuse as combine
-    from finetune.core.files import replaced_folder
-    from finetune.export.merge import require_empty
 
-    require_empty(out)
     numbers = _numbers(weights, len(adapters))
-    folders = [_folder(adapter) for adapter in adapters]
-    with replaced_folder(out) as beside:
-        combine(list(zip(folders, numbers, strict=True)), beside)
-    print(out)
+    print(combine(list(zip(map(_folder, adapters), numbers, strict=True)), out))
 
 
 def diff(first: Adapter, second: Adapter, as_json: AsJson = False) -> None:
@@ -122,16 +116,21 @@ def _folder(adapter: Path) -> Path:
     return state_folder(adapter)
 
 
-def _write(name: str, out: Path, change: Callable[[Any], Any]) -> None:
-    """Writes the changed model in the dtype that it is stored in, with its tokenizer."""
-    from finetune.core.files import replaced_folder
-    from finetune.export.merge import require_empty
+def _write(name: str, out: Path, change: Callable[[Any], Any], *adapters: Path) -> None:
+    """Writes the changed model in the dtype that it is stored in, with its tokenizer; untied as it was trained."""
+    from finetune.adapters.learned import read_learned
+    from finetune.core.files import replaced_folder, require_empty
+    from finetune.core.fingerprint import is_tied
     from finetune.models import load_config, load_model, load_tokenizer
 
     require_empty(out)
+    untied = any(read_learned(_folder(adapter)).metadata.get("tied") is False for adapter in adapters)
     dtype = str(load_config(name).dtype or "float32").removeprefix("torch.")
-    model, tokenizer = load_model(name, dtype=dtype, device="cpu"), load_tokenizer(name)
+    model = load_model(name, dtype=dtype, device="cpu", tied="untie" if untied else "keep")
+    tokenizer = load_tokenizer(name)
     change(model)
+    # Before the save, so that loading does not tie two heads that differ.
+    model.config.tie_word_embeddings = is_tied(model)
     with replaced_folder(out) as beside:
         model.save_pretrained(beside)
         tokenizer.save_pretrained(beside)

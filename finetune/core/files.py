@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from finetune.core.errors import RefusedError
+
 __all__ = [
     "MANIFEST",
     "cache_folder",
@@ -20,6 +22,7 @@ __all__ = [
     "incomplete_reason",
     "replaced_file",
     "replaced_folder",
+    "require_empty",
     "write_json",
     "write_manifest",
     "write_text",
@@ -133,3 +136,13 @@ def incomplete_reason(folder: Path) -> str:
         if hash_file(path) != entry["sha256"]:
             return f"{name} has another content than was written"
     return ""
+
+
+def require_empty(out: Path) -> None:
+    """Checks that ``out`` can be written without losing anything.
+
+    Raises:
+        RefusedError: It is a file or a folder that is not empty.
+    """
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise RefusedError("the output is there already", where=str(out), fix="another folder, or remove this one")

@@ -139,9 +139,13 @@ def apply_learned_state(
         folder: Where they come from, for messages.
 
     Raises:
-        CheckpointError: The base lacks a tensor or has other values where the state has been trained.
+        CheckpointError: The base lacks a tensor or has other values where the state has been trained; nothing was
+            written then.
     """
+    import torch
+
     parameters = dict(model.named_parameters())
+    writes = []
     for name in learned_names(tensors):
         if name not in parameters or not {f"{name}{VALUE}", f"{name}{DELTA}"} & tensors.keys():
             raise CheckpointError(
@@ -149,38 +153,49 @@ def apply_learned_state(
                 where=str(folder),
                 got=f"{name}, which is no parameter of {type(model).__name__} or has no value",
             )
-        _write(f"{folder}: {name}", parameters[name], name, tensors, metadata)
+        writes.append(_placed(f"{folder}: {name}", parameters[name].detach(), name, tensors, metadata))
+    with torch.no_grad():
+        for weight, axis, index, value in writes:
+            if index is None:
+                weight.copy_(value)
+            else:
+                weight.index_copy_(axis, index, value)
 
 
-def _write(
+def _placed(
     where: str, weight: torch.Tensor, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]
-) -> None:
+) -> tuple[torch.Tensor, int, torch.Tensor | None, torch.Tensor]:
+    """Returns what is written where: a view of the weight, an axis, positions along it (None: all), and values."""
     import torch
 
-    index = tensors.get(f"{name}{INDEX}")
-    with torch.no_grad():
-        if index is None:
-            value = tensors[f"{name}{VALUE}"].to(weight)
-            _require_shape(where, weight, value)
-            weight.copy_(value)
-            return
-        axis = metadata["axes"][name]
-        if axis is None:
-            weight, axis = weight.view(-1), 0
-        index = index.to(weight.device, torch.int64)
-        here = weight.index_select(axis, index)
-        if f"{name}{DELTA}" in tensors:
-            delta = tensors[f"{name}{DELTA}"].to(weight.device).movedim(-1, axis)
-            _require_shape(where, here, delta)
-            weight.index_copy_(axis, index, (here.float() + delta).to(weight.dtype))
-            return
-        base, value = (tensors[f"{name}{part}"].to(weight).movedim(-1, axis) for part in (BASE, VALUE))
-        _require_shape(where, here, value)
-        if not torch.equal(here, base):
-            raise CheckpointError(
-                "the learned state belongs to another base model", where=where, fix="load the base it was trained on"
-            )
-        weight.index_copy_(axis, index, value)
+    index, axis = tensors.get(f"{name}{INDEX}"), metadata.get("axes", {}).get(name)
+    if index is None:
+        value = tensors[f"{name}{VALUE}"].to(weight)
+        _require_shape(where, weight, value)
+        return weight, 0, None, value
+    if axis is None:
+        weight, axis = weight.view(-1), 0
+    index = index.to(weight.device, torch.int64)
+    if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < weight.shape[axis]):
+        raise CheckpointError(
+            "a learned position lies outside the base's tensor",
+            where=where,
+            got=f"{int(index.min())} to {int(index.max())}",
+            want=f"0 to {weight.shape[axis] - 1}",
+        )
+    here = weight.index_select(axis, index)
+    if f"{name}{DELTA}" in tensors:
+        delta = tensors[f"{name}{DELTA}"].to(weight.device).movedim(-1, axis)
+        _require_shape(where, here, delta)
+        return weight, axis, index, (here.float() + delta).to(weight.dtype)
+    base, value = (tensors[f"{name}{part}"].to(weight.device).movedim(-1, axis) for part in (BASE, VALUE))
+    _require_shape(where, here, value)
+    # A base that is stored wider than it was trained in is the same base, rounded.
+    if not torch.equal(here.to(base.dtype), base):
+        raise CheckpointError(
+            "the learned state belongs to another base model", where=where, fix="load the base it was trained on"
+        )
+    return weight, axis, index, value.to(weight.dtype)
 
 
 def _require_shape(where: str, weight: torch.Tensor, value: torch.Tensor) -> None:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from finetune.core.errors import CheckpointError, ConfigError, RefusedError, nearest
-from finetune.core.files import replaced_folder
+from finetune.core.errors import CheckpointError, ConfigError, nearest
+from finetune.core.files import replaced_folder, require_empty
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["MergeReport", "merge_run", "require_empty"]
+__all__ = ["MergeReport", "merge_run"]
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _PROMPTS = (
@@ -113,16 +113,6 @@ def merge_run(run: Path, out: Path, dtype: str | None = None) -> MergeReport:
         max_logit_difference=float(every.max()),
         mean_logit_difference=float(every.mean()),
     )
-
-
-def require_empty(out: Path) -> None:
-    """Checks that ``out`` can be written without losing anything.
-
-    Raises:
-        RefusedError: It is a file or a folder that is not empty.
-    """
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise RefusedError("the output is there already", where=str(out), fix="another folder, or remove this one")
 
 
 def _merged(model: nn.Module) -> nn.Module:

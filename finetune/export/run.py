@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from finetune.core.errors import CapabilityError, ConfigError, list_choices, nearest
-from finetune.export.merge import merge_run, require_empty
+from finetune.core.files import require_empty
+from finetune.export.merge import merge_run
 
 __all__ = ["export_run"]
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import finetune
 from finetune import adapters
-from finetune.core.errors import CapabilityError, CheckpointError, ConfigError
+from finetune.core.errors import CapabilityError, CheckpointError, ConfigError, RefusedError
 from finetune.core.learned_state import DELTA_TENSORS
 from support.tiny import tiny_gpt2, tiny_llama, token_batch
 
@@ -158,6 +158,59 @@ def test_what_cannot_be_fused_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least two"):
         adapters.fuse([(a, 1.0)], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_error_in_a_later_tensor_leaves_a_loaded_model_as_it_was(tmp_path: Path) -> None:
+    folder = learned(tmp_path, "entries")
+    tensors = load_file(folder / DELTA_TENSORS)
+    last = max(key for key in tensors if key.endswith(".base"))
+    tensors[last] = tensors[last] + 1
+    save_file(tensors, folder / DELTA_TENSORS)
+    model = tiny_llama()
+    base = weights(model)
+    with pytest.raises(CheckpointError, match="another base model"):
+        finetune.load(model, folder)
+    assert same(model, base)
+
+
+def test_positions_outside_a_tensor_are_damage(tmp_path: Path) -> None:
+    folder = learned(tmp_path, "entries")
+    tensors = load_file(folder / DELTA_TENSORS)
+    key = next(key for key in tensors if key.endswith(".index"))
+    tensors[key][-1] = 10**6
+    save_file(tensors, folder / DELTA_TENSORS)
+    with pytest.raises(CheckpointError, match="damaged"):
+        adapters.apply(tiny_llama(), folder)
+    with pytest.raises(CheckpointError, match="outside"):
+        finetune.load(tiny_llama(), folder)
+
+
+def test_a_state_trained_in_bfloat16_merges_into_its_base_stored_in_float32(tmp_path: Path) -> None:
+    folder = learned(tmp_path, "slices", dtype=torch.bfloat16)
+    # float32 weights that bfloat16 rounds to those that were trained on.
+    loaded = finetune.load(tiny_llama(), folder)
+    trained = finetune.load(tiny_llama(dtype=torch.bfloat16), folder)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter.bfloat16(), trained.get_parameter(name)), name
+
+
+def test_fusing_onto_a_source_or_something_else_is_refused(tmp_path: Path) -> None:
+    a, b = learned(tmp_path, "slices"), learned(tmp_path, "entries")
+    before = (a / DELTA_TENSORS).read_bytes()
+    with pytest.raises(RefusedError, match="is there already"):
+        adapters.fuse([(a, 1.0), (b, 1.0)], a)
+    assert (a / DELTA_TENSORS).read_bytes() == before
+    with pytest.raises(ConfigError, match="not finite"):
+        adapters.fuse([(a, float("nan")), (b, 1.0)], tmp_path / "out")
+
+
+def test_an_adapter_of_peft_is_sent_to_peft(tmp_path: Path) -> None:
+    method = finetune.method("lora", target_modules="all-linear", r=2)
+    method.attach(tiny_llama())
+    method.save(tmp_path)
+    with pytest.raises(CapabilityError, match="adapter of PEFT") as caught:
+        adapters.apply(tiny_llama(), tmp_path)
+    assert "finetune merge" in caught.value.fix
 
 
 def test_differences_are_counted_by_entries(tmp_path: Path) -> None:

@@ -63,6 +63,22 @@ def test_models_with_without_and_with_another_adapter(folders: Path, tmp_path: P
     assert same(tmp_path / "plain", folders / "base")
 
 
+def test_what_was_learned_of_an_untied_embedding_stays_out_of_the_head(folders: Path, tmp_path: Path) -> None:
+    method = finetune.method("random", budget=40, scope={"include": ["embed_tokens"]})
+    model = method.attach(load_model(str(folders / "base"), dtype="float32", tied="untie"))
+    ids = token_batch()
+    model(input_ids=ids, labels=ids).loss.backward()
+    torch.optim.SGD(method.trained_parameters().values(), lr=10.0).step()
+    method.save(tmp_path / "learned")
+    run("apply", folders / "base", tmp_path / "learned", tmp_path / "tuned")
+    tuned, base = (
+        load_model(str(tmp_path / "tuned"), dtype="float32"),
+        load_model(str(folders / "base"), dtype="float32"),
+    )
+    assert torch.equal(tuned.lm_head.weight, base.lm_head.weight)
+    assert not torch.equal(tuned.model.embed_tokens.weight, base.model.embed_tokens.weight)
+
+
 def test_show_fuse_and_diff(folders: Path, tmp_path: Path) -> None:
     shown = json.loads(run("show", folders / "a", "--json").stdout)
     assert shown["method"] == "s2ft"
