@@ -74,7 +74,7 @@ def test_problems_of_all_sections_are_reported_in_the_order_of_the_file(recipe: 
         ("train.gradient_accumulation_steps=0", "0", "at least 1", ""),
         ("train.debug=3", "3", "text or a list", ""),
         ("method.ratio=0", "0", "more than 0", ""),
-        ("method.select=randm", "randm", "random, weight", "method.select: random"),
+        ("method.select=randm", "randm", "random, weight, activation, product, gradient", "method.select: random"),
         ("data.loss_on=asistant", "asistant", "assistant, completion, all, last", "data.loss_on: assistant"),
         ("model.name_or_path=", "null", "text", ""),
         ("model.name_or_path=''", "''", "text that is not empty", ""),
