@@ -96,6 +96,7 @@ class Method(ABC):
         self._tied = False
         self._total = 0
         self._calibration: Calibration | None = None
+        self._chosen_before = False
 
     @property
     def model(self) -> nn.Module:
@@ -160,6 +161,7 @@ class Method(ABC):
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         self._calibration = calibration or None
+        self._chosen_before = calibration is CHOSEN_BEFORE
         try:
             self._model = self._attach(model, allowed)
         finally:
@@ -188,7 +190,7 @@ class Method(ABC):
         """Sets up a wholly frozen ``model`` so that just what this method trains requires gradients.
 
         ``self._calibration`` holds the batches to choose by. None there means that nothing is chosen by data: a learned
-        state will say what was chosen, or there are no weights.
+        state will say what was chosen, or there are no weights. ``self._chosen_before`` says that a learned state will.
         """
 
     def bind(self, *, total_steps: int) -> None:  # noqa: B027 - most methods do not care

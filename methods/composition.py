@@ -62,7 +62,8 @@ class Composition(Method):
 
     def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
         # What is learned belongs to the plain base, not to what an earlier member made of it.
-        fingerprint, calibration = self._base_fingerprint, self._calibration or CHOSEN_BEFORE
+        fingerprint = self._base_fingerprint
+        calibration = CHOSEN_BEFORE if self._chosen_before else self._calibration
         for method in self.methods:
             if isinstance(method, WholeTensors) and method is not self.methods[-1]:
                 candidates = frozenset(method.choose(model, candidates))

@@ -15,9 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from finetune.methods.primitives.projections import in_features
 from finetune.methods.primitives.weight_slice import COLUMNS, WeightSlice, oriented_weight
 
 __all__ = ["can_fuse", "fuse_gated_mlp", "unfuse_gated_mlp"]
+
+_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class _GatedDown(torch.autograd.Function):
@@ -60,12 +63,27 @@ _apply: Callable[..., Tensor] = _GatedDown.apply
 
 
 def can_fuse(block: nn.Module) -> bool:
-    """Returns whether ``block`` computes ``down_proj(silu(gate_proj(x)) * up_proj(x))`` with sliced columns."""
-    parts = (getattr(block, name, None) for name in ("gate_proj", "up_proj", "act_fn"))
-    down = getattr(block, "down_proj", None)
+    """Returns whether ``block`` computes ``down_proj(silu(gate_proj(x)) * up_proj(x))`` with sliced columns.
+
+    The names of the parts do not say so: some models clamp or scale the branches. The block is asked.
+    """
+    if {name for name, _ in block.named_children()} != _PARTS:
+        return False
+    down: Any = block.down_proj
     # transformers has a class of its own beside torch's.
-    silu = type(getattr(block, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-    return silu and None not in parts and isinstance(down, WeightSlice) and down.slice_axis == COLUMNS
+    silu = type(block.act_fn).__name__ in ("SiLU", "SiLUActivation")
+    return silu and isinstance(down, WeightSlice) and down.slice_axis == COLUMNS and _is_plainly_gated(block)
+
+
+@torch.no_grad()
+def _is_plainly_gated(block: Any) -> bool:
+    weight = block.down_proj.weight
+    if weight.is_meta:
+        return True  # a dry run
+    # Small and large inputs: a clamp shows in large ones only.
+    ramp = torch.linspace(-1, 1, in_features(block.gate_proj), device=weight.device)
+    x = (ramp * torch.tensor([[1.0], [1e2], [1e4]], device=weight.device)).to(weight.dtype)
+    return torch.allclose(block(x), _Fused(block)(x), rtol=0, atol=0, equal_nan=True)
 
 
 def fuse_gated_mlp(block: nn.Module) -> None:

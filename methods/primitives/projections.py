@@ -88,6 +88,8 @@ def find_projections(model: nn.Module, kind: Kind) -> list[Projection]:
     if kind == "v":
         config: Any = model.config
         text = config.get_text_config()
+        if getattr(text, "multi_query", True) is False:
+            return []  # GPT-BigCode interleaves them then
         return [
             _values(name, out_features(layer), text)
             for name, layer in named.items()

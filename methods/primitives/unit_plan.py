@@ -85,7 +85,12 @@ class _Group:
 
 
 def plan_units(
-    model: nn.Module, candidates: frozenset[str], choice: UnitChoice, calibration: Batches | None
+    model: nn.Module,
+    candidates: frozenset[str],
+    choice: UnitChoice,
+    calibration: Batches | None,
+    *,
+    chosen_before: bool = False,
 ) -> list[LayerPlan]:
     """Chooses heads and channels, and returns what trains of each layer, layers that get nothing included.
 
@@ -93,8 +98,10 @@ def plan_units(
         model: The model, frozen, on its device or without weights.
         candidates: Parameters that may train.
         choice: What to choose.
-        calibration: Batches for the scores that look at data; without them, or without weights, the choice is random:
-            a learned state will say what was chosen.
+        calibration: Batches for the scores that look at data; without them, or without weights, only how much is chosen
+            of each layer is right: a learned state will say what was chosen.
+        chosen_before: Whether a learned state will say what was chosen, so that the adapters to avoid are not looked
+            at: they may be gone by now.
 
     Raises:
         TargetError: The model lacks projections that are asked for, or too few units are left to choose from.
@@ -102,13 +109,13 @@ def plan_units(
     generator = torch.Generator().manual_seed(choice.seed)
     groups = _groups(model, candidates, choice)
     scores = _scores(model, groups, choice, calibration)
-    taken = _taken(model, choice.exclude_adapters)
+    taken = _taken(model, [] if chosen_before else choice.exclude_adapters)
     plans: dict[str, LayerPlan] = {}
     for group in groups:
         sizes = [projection.size // group.width for projection in group.projections]
         counts = even_counts(sizes, group.share, generator)
-        for block, (projection, size, count) in enumerate(zip(group.projections, sizes, counts, strict=True)):
-            own = scores.get((group.kind, block))
+        for projection, size, count in zip(group.projections, sizes, counts, strict=True):
+            own = scores.get((group.kind, projection.layer))
             ranked = rank_units(own, size, pick=choice.pick, generator=generator)
             free = _without(ranked, taken.get((projection.layer, group.axis), set()), group.width, projection.first)
             if free.numel() < count:
@@ -179,30 +186,38 @@ def _refuse(model: nn.Module, kind: Kind) -> None:
 
 def _scores(
     model: nn.Module, groups: list[_Group], choice: UnitChoice, calibration: Batches | None
-) -> dict[tuple[Kind, int], Tensor]:
-    """Returns scores by kind and number of the block: a channel's are those of its columns of the down projection."""
-    weightless = any(parameter.is_meta for parameter in model.parameters())
-    blind = choice.select not in ("random", "weight") and not calibration
-    if choice.select == "random" or weightless or blind:
+) -> dict[tuple[Kind, str], Tensor]:
+    """Returns scores by kind and layer: a channel's are those of its columns of the block's down projection."""
+    if choice.select == "random":
         return {}
-    sources: dict[Kind, Kind] = {"o": "o", "down": "down", "v": "o", "up": "down", "gate": "down"}
+    weightless = any(parameter.is_meta for parameter in model.parameters())
+    if weightless or (choice.select != "weight" and not calibration):
+        # Any units do until a learned state says which. They are not drawn: that would shift the draws of the counts,
+        # which have to be those of the run that wrote the state.
+        return {(g.kind, p.layer): torch.zeros(p.size // g.width) for g in groups for p in g.projections}
+    sources = {(group.kind, p.layer): source for group in groups for p, source in _sources(model, group)}
     config: Any = model.config
     heads = int(config.get_text_config().num_attention_heads)
-    widths: dict[str, int] = {}
-    layers: dict[Kind, list[str]] = {}
-    for source in dict.fromkeys(sources[group.kind] for group in groups):
-        layers[source] = [projection.layer for projection in find_projections(model, source)]
-        for name in layers[source]:
-            widths[name] = in_features(model.get_submodule(name)) // heads if source == "o" else 1
+    widths = {
+        source: in_features(model.get_submodule(source)) // heads if kind in ("o", "v") else 1
+        for (kind, _), source in sources.items()
+    }
     by_layer = unit_scores(model, widths, choice.select, calibration)
     scores = {}
     for group in groups:
-        for block, projection in enumerate(group.projections):
-            score = by_layer[layers[sources[group.kind]][block]]
+        for projection in group.projections:
+            key = (group.kind, projection.layer)
             # Query heads that share a key-value head stand together.
             size = projection.size // group.width
-            scores[group.kind, block] = score.square().reshape(size, -1).sum(1).sqrt()
+            scores[key] = by_layer[sources[key]].square().reshape(size, -1).sum(1).sqrt()
     return scores
+
+
+def _sources(model: nn.Module, group: _Group) -> list[tuple[Projection, str]]:
+    """Returns each projection of ``group`` with the layer beside it whose columns score its units."""
+    kind: Kind = "o" if group.kind in ("o", "v") else "down"
+    beside = {source.layer.rpartition(".")[0]: source.layer for source in find_projections(model, kind)}
+    return [(projection, beside[projection.layer.rpartition(".")[0]]) for projection in group.projections]
 
 
 def _taken(model: nn.Module, adapters: Iterable[str]) -> dict[tuple[str, int], set[int]]:

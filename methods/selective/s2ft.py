@@ -130,7 +130,7 @@ class S2FT(Method):
         from finetune.methods.primitives.step_sync import after_optimizer_step
         from finetune.methods.primitives.unit_plan import plan_units
 
-        plans = plan_units(model, candidates, self.config, self._calibration)
+        plans = plan_units(model, candidates, self.config, self._calibration, chosen_before=self._chosen_before)
         self._warn_if_empty(plans)
         self._slices: dict[str, WeightSlice | SliceDelta] = {}
         for plan in plans:

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
+from transformers import (
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+)
+from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.pytorch_utils import Conv1D
 
 import finetune
 from finetune.core.errors import CapabilityError, TargetError
+from finetune.methods import build_method
 from finetune.methods.primitives.slice_delta import SliceDelta, add_slice_delta
 from finetune.methods.primitives.weight_slice import COLUMNS, ROWS, WeightSlice, oriented_weight, slice_weight
 from support.tiny import VOCABULARY, tiny_gpt2, tiny_llama, token_batch
@@ -143,6 +154,22 @@ def test_interleaved_query_key_values_are_refused() -> None:
         finetune.method("s2ft", v_ratio=0.5).attach(model)
 
 
+@pytest.mark.parametrize("multi_query", [True, False])
+def test_values_fused_with_keys_train_where_they_stand_in_one_piece(multi_query: bool) -> None:
+    """GPT-BigCode has them last under multi-query attention, and per head (query, key, value) otherwise."""
+    shape = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
+    config = GPTBigCodeConfig(**shape, multi_query=multi_query, bos_token_id=1, eos_token_id=2)
+    model = GPTBigCodeForCausalLM(config)
+    method = finetune.method("s2ft", o_ratio=0, down_ratio=0, v_ratio=1)
+    if multi_query:
+        ((name, layer),) = sliced(method.attach(model)).items()
+        assert name.endswith("attn.c_attn")
+        assert layer.slice_index.tolist() == list(range(32 + 8, 32 + 8 + 8))
+    else:
+        with pytest.raises(TargetError, match="no layer for v_ratio"):
+            method.attach(model)
+
+
 def reference_scores(model: Any, name: str, select: str) -> torch.Tensor:
     """Returns the score of each column by its definition, in float64."""
     layer = model.get_submodule(name)
@@ -232,6 +259,33 @@ def test_scores_of_data_need_data_and_loading_does_not(tmp_path: Path) -> None:
     assert torch.equal(fresh(IDS).logits, model(IDS).logits)
     assert finetune.method("s2ft", select="activation").calibration_examples(250) == 3
     assert finetune.method("s2ft", select="activation", calibration=40).calibration_examples(250) == 40
+
+
+@pytest.mark.parametrize("select", ["activation", "product", "gradient"])
+def test_a_choice_by_data_loads_where_the_ratio_leaves_a_remainder(select: str, tmp_path: Path) -> None:
+    """7.2 heads and 31.68 channels over 6 layers: which layers get one more must not depend on the calibration."""
+    base, options = tiny_llama(layers=6), {"o_ratio": 0.3, "down_ratio": 0.11, "v_ratio": 0.3, "select": select}
+    method = finetune.method("s2ft", **options)
+    method.attach(copy.deepcopy(base), calibration=CALIBRATION)
+    method.save(tmp_path)
+    again = finetune.method("s2ft", **options)
+    again.attach(copy.deepcopy(base), learned=tmp_path)
+    found, expected = again.state_dict(), method.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+def test_blocks_that_another_method_left_are_scored_by_their_own_columns() -> None:
+    base = tiny_llama(layers=4)
+    members = [
+        {"name": "top_layers", "count": 1},
+        {"name": "s2ft", "o_ratio": 0, "down_ratio": 0.1, "select": "weight"},
+    ]
+    model = build_method(members).attach(copy.deepcopy(base))
+    ((name, layer),) = sliced(model).items()
+    assert name == "model.layers.3.mlp.down_proj"
+    norms = base.get_submodule(name).weight.norm(dim=0)
+    assert layer.slice_index.tolist() == sorted(norms.argsort()[:5].tolist())
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
@@ -349,6 +403,35 @@ def test_a_choice_avoids_those_of_other_adapters(tmp_path: Path) -> None:
     assert "exclude_adapters" in caught.value.fix
 
 
+def test_what_was_learned_loads_when_the_adapters_it_avoided_are_gone(tmp_path: Path) -> None:
+    base = tiny_llama()
+    first = finetune.method("s2ft", ratio=0.1)
+    first.attach(copy.deepcopy(base))
+    first.save(tmp_path / "first")
+    options = {"ratio": 0.1, "exclude_adapters": [str(tmp_path / "first")]}
+    second = finetune.method("s2ft", **options)
+    second.attach(copy.deepcopy(base))
+    second.save(tmp_path / "second")
+    shutil.rmtree(tmp_path / "first")
+    again = finetune.method("s2ft", **options)
+    again.attach(copy.deepcopy(base), learned=tmp_path / "second")
+    assert all(torch.equal(again.state_dict()[key], tensor) for key, tensor in second.state_dict().items())
+
+
+def test_a_choice_avoids_adapters_within_a_composition_too(tmp_path: Path) -> None:
+    from finetune.methods import build_method
+
+    first = finetune.method("s2ft", o_ratio=0.5, down_ratio=0.5)
+    taken = {name: set(layer.slice_index.tolist()) for name, layer in sliced(first.attach(tiny_llama())).items()}
+    first.save(tmp_path)
+    own = {"name": "s2ft", "o_ratio": 0.5, "down_ratio": 0.5, "exclude_adapters": [str(tmp_path)]}
+    method = build_method([{"name": "top_layers", "count": 1}, own])
+    model = method.attach(tiny_llama())
+    assert sliced(model)
+    for name, layer in sliced(model).items():
+        assert not taken[name] & set(layer.slice_index.tolist())
+
+
 def test_the_fused_block_gives_the_same_gradients_and_keeps_less() -> None:
     kept: list[int] = []
     gradients: list[dict[str, torch.Tensor]] = []
@@ -383,6 +466,26 @@ def test_blocks_that_cannot_be_fused_are_refused() -> None:
         finetune.method("s2ft", fused_mlp=True).attach(tiny_gpt2())
     with pytest.raises(TargetError, match="can be fused"):
         finetune.method("s2ft", fused_mlp=True).attach(tiny_llama(hidden_act="gelu"))
+
+
+def test_blocks_that_clamp_their_branches_or_have_more_parts_are_not_fused() -> None:
+    class Clamped(LlamaMLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).clamp(-7, 7))
+
+    class Dropping(LlamaMLP):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(self.dropout(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+
+    for kind in (Clamped, Dropping):
+        model = tiny_llama(layers=1)
+        model.model.layers[0].mlp = kind(model.config).eval()
+        with pytest.raises(TargetError, match="can be fused"):
+            finetune.method("s2ft", fused_mlp=True, ratio=0.2).attach(model)
 
 
 @pytest.mark.parametrize(
