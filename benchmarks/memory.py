@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from claims import Claim, argument_parser, report
-from variants import MODEL, Variant, build, claim_name, saved_activation_bytes, sizes
+from variants import MODEL, Variant, build, claim_name, default_dtypes, saved_activation_bytes, sizes
 
 VARIANTS = ("s2ft", "s2ft_fused", "id3", "random", "lora_compute", "lora_default", "full")
 ACTIVATION_GOAL, STATE_GOAL = "<= 0.76", "<= 0.02"
@@ -56,10 +56,10 @@ def measure(dtype: str, rows: int, length: int) -> list[Claim]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures each dtype and reports."""
     parser = argument_parser(__doc__ or "")
-    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"))
     given = parser.parse_args(arguments)
     claims = []
-    for dtype in given.dtypes:
+    for dtype in given.dtypes or default_dtypes(quick=given.quick):
         rows, length, _ = sizes(dtype, quick=given.quick)
         claims += measure(dtype, rows, length)
     report(f"memory of training {MODEL}", claims, given.json)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from claims import Claim, argument_parser, report
-from variants import MODEL, build, claim_name, sizes
+from variants import MODEL, build, claim_name, default_dtypes, sizes
 
 VARIANTS = ("s2ft", "s2ft_fused", "id3", "id3_every_10", "random", "lora_compute", "lora_default", "full")
 QUICK = ("s2ft", "id3", "lora_compute", "lora_default", "full")
@@ -51,12 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import torch
 
     parser = argument_parser(__doc__ or "")
-    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS)
     given = parser.parse_args(arguments)
     variants = given.variants or (QUICK if given.quick else VARIANTS)
     claims = []
-    for dtype in given.dtypes:
+    for dtype in given.dtypes or default_dtypes(quick=given.quick):
         claims += measure(variants, dtype, *sizes(dtype, quick=given.quick))
     report(f"one training step of {MODEL}, {torch.get_num_threads()} threads", claims, given.json)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["MODEL", "Variant", "build", "claim_name", "saved_activation_bytes", "sizes"]
+__all__ = ["MODEL", "Variant", "build", "claim_name", "default_dtypes", "saved_activation_bytes", "sizes"]
 
 MODEL = "bundled:smollm2-135m-instruct"
 _LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
@@ -114,13 +114,22 @@ def claim_name(variant: str, figure: str) -> str:
     return f"{method}/{form}_{figure}" if form else f"{method}/{figure}"
 
 
+def default_dtypes(*, quick: bool) -> list[str]:
+    """Returns what is measured if nothing is asked for: in a hurry, not what the CPU only emulates."""
+    return ["float32"] if quick and _emulated("bfloat16") else ["float32", "bfloat16"]
+
+
 def sizes(dtype: str, *, quick: bool) -> tuple[int, int, int]:
     """Returns rows, their length, and rounds: less where the CPU emulates bfloat16, some fifty times slower."""
+    emulated = _emulated(dtype)
+    rows, length = (1, 8) if emulated else (2, 64) if quick else (4, 128)
+    rounds = 1 if emulated and quick else 3 if quick or emulated else 7
+    return rows, length, rounds
+
+
+def _emulated(dtype: str) -> bool:
     import torch
 
     from finetune.models.dtype import best_dtype
 
-    emulated = dtype == "bfloat16" and best_dtype(torch.device("cpu")) == torch.float32
-    rows, length = (1, 8) if emulated else (2, 64) if quick else (4, 128)
-    rounds = 1 if emulated and quick else 3 if quick or emulated else 7
-    return rows, length, rounds
+    return dtype == "bfloat16" and best_dtype(torch.device("cpu")) == torch.float32

@@ -38,13 +38,8 @@ def best_dtype(device: torch.device) -> torch.dtype:
 
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-
-    def measure() -> str:
-        best = min((torch.float32, torch.bfloat16), key=lambda dtype: _time_linear(device, dtype))
-        return str(best).removeprefix("torch.")
-
-    best: torch.dtype = getattr(torch, measured_choice(f"dtype on {device}", measure))
-    return best
+    # Measured by each process: a mistake that were kept would slow down every run from then on.
+    return min((torch.float32, torch.bfloat16), key=lambda dtype: _time_linear(device, dtype))
 
 
 def _time_linear(device: torch.device, dtype: torch.dtype) -> float:
