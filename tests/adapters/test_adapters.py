@@ -14,7 +14,8 @@ import finetune
 from finetune import adapters
 from finetune.core.errors import CapabilityError, CheckpointError, ConfigError, RefusedError
 from finetune.core.learned_state import DELTA_TENSORS
-from support.tiny import tiny_gpt2, tiny_llama, token_batch
+from support.steps import adamw, take_steps
+from support.tiny import tiny_gpt2, tiny_llama
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "slices": ("s2ft", {"o_ratio": 0.5, "down_ratio": 0.2, "up_ratio": 0.2}),
@@ -31,12 +32,7 @@ def learned(folder: Path, kind: str, build: Any = tiny_llama, **options: Any) ->
     name, settings = SETTINGS[kind]
     method = finetune.method(name, **settings)
     model = method.attach(build(**options))
-    optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2)
-    for step in range(3):
-        ids = token_batch(seed=step)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(model, adamw(method), range(3))
     method.save(folder / kind)
     return folder / kind
 

@@ -13,6 +13,7 @@ import torch
 import finetune
 from finetune.core.errors import CapabilityError
 from finetune.export.run import export_run
+from support.steps import adamw, take_steps
 from support.tiny import save_tiny_model, tiny_gpt2, token_batch
 
 IDS = token_batch()
@@ -39,12 +40,7 @@ def trained(name: str, base: Path, folder: Path, **settings: Any) -> torch.Tenso
     method = finetune.method(name, **settings)
     model = method.attach(load_model(str(base), dtype="float32"), calibration=[{"input_ids": IDS, "labels": IDS}])
     method.bind(total_steps=3)
-    optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2)
-    for step in range(3):
-        ids = token_batch(seed=step)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(model, adamw(method), range(3))
     method.save(folder)
     with torch.no_grad():
         logits: torch.Tensor = model.eval()(IDS).logits

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,8 @@ from finetune.core.errors import TrainingError
 from finetune.methods import build_method
 from finetune.methods.primitives.entry_choice import TopEntries, offsets_of
 from finetune.methods.primitives.unmasking import UnmaskingRule, unmasked_by
+from support.processes import one_and_two_processes
+from support.steps import adamw, take_steps
 from support.tiny import tiny_gpt2, tiny_llama, token_batch
 
 STEPS = 12
@@ -133,8 +132,8 @@ def test_equals_the_dense_masked_oracle(build: Any, clip: float | None, decay: f
     method = finetune.method("id3", budget=budget, state=state, accumulation="exact")
     method.attach(model)
     method.bind(total_steps=8)  # fewer than are taken
-    oracle = DenseOracle(base, sorted(method.touched(), key=list(dict(base.named_parameters())).index), budget=budget,
-                         steps=8, per_entry=state == "per_entry")  # fmt: skip
+    names = [name for name, _ in base.named_parameters() if name in method.touched()]
+    oracle = DenseOracle(base, names, budget=budget, steps=8, per_entry=state == "per_entry")
     optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2, weight_decay=decay, fused=True)
     for step in range(STEPS):
         rows = token_batch(6, 9, seed=step).chunk(cuts)
@@ -166,13 +165,10 @@ def test_the_budget_is_met_exactly_and_the_rest_stays_bit_identical_in_bfloat16(
     method = finetune.method("id3", budget=budget, select_every=every)
     method.attach(model)
     method.bind(total_steps=total)
-    optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2, weight_decay=0.1)
+    optimizer = adamw(method, weight_decay=0.1)
     counts = []
     for step in range(20):
-        ids = token_batch(2, 9, seed=step)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_steps(model, optimizer, [step])
         counts.append(method._pool.chosen)
         assert all(p.grad is None for name, p in model.named_parameters() if name != "selected_entries")
     reached = [min(total, step - step % every + every) if step < total else total for step in range(20)]
@@ -218,13 +214,10 @@ def test_one_dense_gradient_is_alive_at_a_time_and_none_where_nothing_is_unmaske
         observe(entries, gradient)
 
     method._schedule.observe = watched
-    optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2)
+    optimizer = adamw(method)
     counts = []
     for step in range(6):
-        ids = token_batch(2, 9, seed=step)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_steps(model, optimizer, [step])
         counts.append(len(seen))
     tensors = len(method.touched())
     assert counts == [tensors, tensors, 2 * tensors, 2 * tensors, 2 * tensors, 2 * tensors]
@@ -320,25 +313,18 @@ def test_works_on_the_matrices_of_an_adapter_and_resumes(tmp_path: Path) -> None
         method = build_method(spec)
         model = method.attach(tiny_llama())
         method.bind(total_steps=6)
-        return method, model, torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2)
-
-    def run(model: Any, optimizer: Any, steps: range) -> None:
-        for step in steps:
-            ids = token_batch(2, 9, seed=step)
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        return method, model, adamw(method)
 
     method, model, optimizer = start(0)
     assert list(method.trained_parameters()) == ["selected_entries"]
-    run(model, optimizer, range(3))
+    take_steps(model, optimizer, range(3))
     method.save(tmp_path)
     moments = copy.deepcopy(optimizer.state_dict())
-    run(model, optimizer, range(3, 6))
+    take_steps(model, optimizer, range(3, 6))
     again, fresh, optimizer = start(1)
     again.load(tmp_path)
     optimizer.load_state_dict(moments)
-    run(fresh, optimizer, range(3, 6))
+    take_steps(fresh, optimizer, range(3, 6))
     probe = token_batch(seed=9)
     with torch.no_grad():
         expected = model(probe).logits
@@ -400,15 +386,7 @@ if rank == 0:
 @pytest.mark.multi_process
 @pytest.mark.integration
 def test_two_processes_unmask_what_one_does_and_exchange_candidates_only(tmp_path: Path) -> None:
-    script = tmp_path / "two.py"
-    script.write_text(TWO_PROCESSES)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for command, out in ((launcher, "two.pt"), ([sys.executable], "one.pt")):
-        full = [*command, str(script), str(tmp_path / out)]
-        done = subprocess.run(full, env=environment, capture_output=True, text=True, timeout=280, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-    one, two = torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")
+    one, two = one_and_two_processes(tmp_path, TWO_PROCESSES)
     for accumulation in ("candidates", "exact"):
         assert one[accumulation].keys() == two[accumulation].keys()
         for name, tensor in one[accumulation].items():

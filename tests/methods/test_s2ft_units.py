@@ -11,15 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    GPTBigCodeConfig,
-    GPTBigCodeForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-)
+from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.pytorch_utils import Conv1D
 
@@ -28,28 +20,12 @@ from finetune.core.errors import CapabilityError, TargetError
 from finetune.methods import build_method
 from finetune.methods.primitives.slice_delta import SliceDelta, add_slice_delta
 from finetune.methods.primitives.weight_slice import COLUMNS, ROWS, WeightSlice, oriented_weight, slice_weight
-from support.tiny import VOCABULARY, tiny_gpt2, tiny_llama, token_batch
+from support.steps import adamw, take_steps
+from support.tiny import VOCABULARY, tiny_gpt2, tiny_llama, tiny_phi3, token_batch
 
 IDS = token_batch(3, 11)
 CALIBRATION = [{"input_ids": IDS[:2], "labels": IDS[:2]}, {"input_ids": IDS[2:], "labels": IDS[2:]}]
 ROW_RATIOS = {"o_ratio": 0, "down_ratio": 0, "v_ratio": 0.5, "up_ratio": 0.25, "gate_ratio": 0.125}
-
-
-def tiny_phi3() -> PreTrainedModel:
-    """Returns a model with fused ``qkv_proj`` and ``gate_up_proj``."""
-    torch.manual_seed(0)
-    config = Phi3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.15,
-        pad_token_id=0,
-        tie_word_embeddings=True,
-    )
-    return Phi3ForCausalLM(config)
 
 
 def sliced(model: nn.Module) -> dict[str, Any]:
@@ -63,15 +39,6 @@ def dense_gradient(model: Any, name: str) -> torch.Tensor:
     layer.weight.requires_grad_(True)
     model(input_ids=IDS, labels=IDS).loss.backward()
     return layer.weight.grad.t() if isinstance(layer, Conv1D) else layer.weight.grad
-
-
-def train(method: Any, model: Any, steps: int = 3, decay: float = 0.0) -> None:
-    optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2, weight_decay=decay)
-    for step in range(steps):
-        ids = token_batch(2, 9, seed=step)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def test_rows_of_the_worked_example() -> None:
@@ -252,7 +219,7 @@ def test_scores_of_data_need_data_and_loading_does_not(tmp_path: Path) -> None:
         finetune.method("s2ft", select="activation").attach(tiny_llama())
     method = finetune.method("s2ft", select="gradient", ratio=0.2)
     model = method.attach(tiny_llama(), calibration=CALIBRATION)
-    train(method, model)
+    take_steps(model, adamw(method), range(3))
     method.save(tmp_path)
     again = finetune.method("s2ft", select="gradient", ratio=0.2)
     fresh = again.attach(tiny_llama(), learned=tmp_path)
@@ -331,7 +298,7 @@ def test_rows_and_columns_save_load_merge_and_export(build: Any, form: str, tmp_
         ratios |= {"v_ratio": 0.5, "gate_ratio": 0.1}
     method = finetune.method("s2ft", form=form, **ratios)
     model = method.attach(copy.deepcopy(base))
-    train(method, model)
+    take_steps(model, adamw(method), range(3))
     model.eval()
     with torch.no_grad():
         expected = model(IDS).logits
@@ -357,24 +324,17 @@ def test_decay_towards_the_base_and_its_exact_resumption(tmp_path: Path) -> None
     def start() -> tuple[Any, Any, Any]:
         method = finetune.method("s2ft", ratio=0.2, weight_decay_target="base")
         model = method.attach(tiny_llama(dtype=torch.bfloat16))
-        return method, model, torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2, weight_decay=0.5)
-
-    def run(model: Any, optimizer: Any, steps: range) -> None:
-        for step in steps:
-            ids = token_batch(2, 9, seed=step)
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        return method, model, adamw(method, weight_decay=0.5)
 
     method, model, optimizer = start()
-    run(model, optimizer, range(3))
+    take_steps(model, optimizer, range(3))
     method.save(tmp_path)
     moments = copy.deepcopy(optimizer.state_dict())
-    run(model, optimizer, range(3, 6))
+    take_steps(model, optimizer, range(3, 6))
     again, fresh, optimizer_again = start()
     again.load(tmp_path)
     optimizer_again.load_state_dict(moments)
-    run(fresh, optimizer_again, range(3, 6))
+    take_steps(fresh, optimizer_again, range(3, 6))
     expected = method.state_dict()
     assert all(torch.equal(tensor, expected[key]) for key, tensor in again.state_dict().items())
     for layer in sliced(model).values():
@@ -533,7 +493,7 @@ def test_a_quantised_base_trains_in_delta_form(bits: int, tmp_path: Path) -> Non
     model = method.attach(build(), calibration=CALIBRATION)
     weights = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     first = model(input_ids=IDS, labels=IDS).loss.item()
-    train(method, model, steps=8)
+    take_steps(model, adamw(method), range(8))
     assert model(input_ids=IDS, labels=IDS).loss.item() < first
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters() if name in weights)
     method.save(tmp_path)

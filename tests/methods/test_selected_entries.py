@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 import finetune
 from finetune.core.errors import CapabilityError, CheckpointError, ConfigError, DataError, TargetError
@@ -27,29 +26,12 @@ from finetune.methods.primitives.entry_choice import (
 from finetune.methods.primitives.entry_gradient import BACKENDS, EntryPattern, fastest_backend
 from finetune.methods.primitives.regrowing import RegrowingRule
 from finetune.methods.selected_entries import SelectedEntries
-from support.tiny import VOCABULARY, tiny_gpt2, tiny_llama, token_batch
+from support.steps import adamw, take_steps
+from support.tiny import tiny_gpt2, tiny_llama, tiny_mixtral, token_batch
 
 MASKS = [name for name in discover() if issubclass(discover().get(name), SelectedEntries)]
 IDS = token_batch(3, 11)
 BATCH = {"input_ids": IDS, "labels": IDS}
-
-
-def tiny_mixtral() -> PreTrainedModel:
-    """Returns a mixture whose experts are 3-D parameters."""
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=3,
-        num_experts_per_tok=2,
-        initializer_range=0.15,
-        tie_word_embeddings=True,
-    )
-    return MixtralForCausalLM(config)
 
 
 def dense_gradients(model: Any, batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -62,16 +44,6 @@ def dense_gradients(model: Any, batches: list[torch.Tensor]) -> dict[str, torch.
 
 def chosen(method: Any) -> dict[str, list[int]]:
     return {name: entries.index.tolist() for name, entries in method._pool.tensors.items()}
-
-
-def train(model: Any, steps: int, *, decay: float = 0.1, fused: bool = False) -> None:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=decay, fused=fused)
-    for step in range(steps):
-        ids = token_batch(2, 9, seed=step)
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("backend", list(BACKENDS))
@@ -152,7 +124,7 @@ def test_frozen_unused_and_zero_dimensional_parameters_do_no_harm() -> None:
     method.attach(model)
     assert "model.layers.0.scale" in method.touched()
     before = {name: p.clone() for name, p in model.named_parameters()}
-    train(model, 3, decay=0.0)
+    take_steps(model, adamw(method), range(3))
     assert torch.equal(model.model.layers[0].unused.weight, before["model.layers.0.unused.weight"])
 
 
@@ -164,7 +136,7 @@ def test_what_is_not_chosen_stays_bit_identical_in_bfloat16(name: str, fused: bo
     method = finetune.method(name, budget=200, **({"every": 100} if name == "spiel" else {}))
     method.attach(model, calibration=[BATCH])
     method.bind(total_steps=10)
-    train(model, 20, decay=0.1, fused=fused)
+    take_steps(model, adamw(method, weight_decay=0.1, fused=fused), range(20))
     assert method._pool.chosen == 200
     changed = 0
     for parameter_name, parameter in before.named_parameters():
@@ -186,7 +158,7 @@ def test_weight_decay_pulls_to_its_target(target: str) -> None:
     method = finetune.method("random", budget=100, weight_decay_target=target)
     method.attach(model)
     optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-1, weight_decay=1.0)
-    train(model, 3)
+    take_steps(model, adamw(method, weight_decay=0.1), range(3))
     moved = method._pool.values.detach().clone()
     for _ in range(300):
         method._pool.values.grad = torch.zeros_like(moved)
@@ -307,7 +279,7 @@ def test_spiel_exchanges_what_changed_least_for_the_largest_gradients() -> None:
     method = finetune.method("spiel", budget=1400, every=6, gradient_steps=3, rate=0.5)
     method.attach(model)
     method.bind(total_steps=24)
-    optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2, weight_decay=0.0)
+    optimizer = adamw(method)
     for step in range(24):
         ids = token_batch(2, 9, seed=step)
         if step % 6 == 3:
@@ -325,9 +297,7 @@ def test_spiel_exchanges_what_changed_least_for_the_largest_gradients() -> None:
                     size[method._pool.tensors[name].index] = -1
                     proposed[name] = size.topk(method._pool.tensors[name].index.numel()).indices
         before = {name: set(entries.index.tolist()) for name, entries in method._pool.tensors.items()}
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_steps(model, optimizer, [step])
         exchange = step + 1 in (6, 12, 18)
         share = 1.0 if step + 1 == 6 else 0.5 * (1 - (step + 1) / 24)
         state = optimizer.state[method._pool.values]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from support.processes import one_and_two_processes
 
 SCRIPT = """
 import os, sys
@@ -74,15 +73,7 @@ if rank == 0:
 @pytest.mark.multi_process
 @pytest.mark.integration
 def test_two_sharded_processes_equal_one(tmp_path: Path) -> None:
-    script = tmp_path / "sharded.py"
-    script.write_text(SCRIPT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for command, out in ((launcher, "two.pt"), ([sys.executable], "one.pt")):
-        full = [*command, str(script), str(tmp_path / out)]
-        done = subprocess.run(full, env=environment, capture_output=True, text=True, timeout=280, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-    one, two = torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")
+    one, two = one_and_two_processes(tmp_path, SCRIPT)
     for case, (state, weights) in one.items():
         found, found_weights = two[case]
         assert state.keys() == found.keys(), case

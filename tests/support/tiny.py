@@ -9,17 +9,34 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 
-__all__ = ["VOCABULARY", "save_tiny_model", "tiny_gpt2", "tiny_llama", "tiny_qwen", "tiny_tokenizer", "token_batch"]
+__all__ = [
+    "VOCABULARY",
+    "save_tiny_model",
+    "tiny_gemma2",
+    "tiny_gpt2",
+    "tiny_llama",
+    "tiny_mixtral",
+    "tiny_phi3",
+    "tiny_qwen",
+    "tiny_tokenizer",
+    "token_batch",
+]
 
 VOCABULARY = 320
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -43,15 +60,7 @@ def tiny_llama(
     tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0, layers: int = 2, **options: Any
 ) -> PreTrainedModel:
     """Returns a Llama of width 32 with grouped-query attention: 4 query heads, 2 key-value heads."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        num_hidden_layers=layers,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        initializer_range=_SPREAD,
-        **{**sizes, **_TOKENS, **options},
-    )
+    config = _config(LlamaConfig, num_hidden_layers=layers, tie_word_embeddings=tied, **options)
     return _build(LlamaForCausalLM, config, dtype, seed)
 
 
@@ -74,19 +83,31 @@ def tiny_gpt2(dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedMo
 
 def tiny_qwen(tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
     """Returns a Qwen2 of width 32: biases in the query, key and value projections only, which are not zero."""
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        initializer_range=_SPREAD,
-        **_TOKENS,
-    )
-    return _build(Qwen2ForCausalLM, config, dtype, seed)
+    return _build(Qwen2ForCausalLM, _config(Qwen2Config, tie_word_embeddings=tied), dtype, seed)
+
+
+def tiny_phi3(dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """Returns a Phi-3 of width 32: fused ``qkv_proj`` and ``gate_up_proj``."""
+    return _build(Phi3ForCausalLM, _config(Phi3Config), dtype, seed)
+
+
+def tiny_mixtral(dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """Returns a Mixtral of width 32: three experts as 3-D parameters, two of them per token."""
+    config = _config(MixtralConfig, num_local_experts=3, num_experts_per_tok=2)
+    return _build(MixtralForCausalLM, config, dtype, seed)
+
+
+def tiny_gemma2(dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """Returns a Gemma 2 of width 32 that soft-caps its logits."""
+    config = _config(Gemma2Config, head_dim=8, final_logit_softcapping=0.5)
+    return _build(Gemma2ForCausalLM, config, dtype, seed)
+
+
+def _config(kind: Any, **options: Any) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    rest = {"max_position_embeddings": 512, "tie_word_embeddings": True, "initializer_range": _SPREAD}
+    return kind(vocab_size=VOCABULARY, **{**sizes, **heads, **rest, **_TOKENS, **options})
 
 
 def _build(kind: Any, config: Any, dtype: torch.dtype, seed: int) -> PreTrainedModel:

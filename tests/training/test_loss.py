@@ -6,27 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from finetune.core.errors import FinetuneWarning
 from finetune.training.loss import CHUNK, LeanLoss, linear_cross_entropy
-from support.tiny import VOCABULARY, tiny_gpt2, tiny_llama, token_batch
-
-
-def gemma2() -> PreTrainedModel:
-    """Returns a model that soft-caps its logits."""
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        final_logit_softcapping=0.5,
-    )
-    return Gemma2ForCausalLM(config).eval()
+from support.tiny import tiny_gemma2, tiny_gpt2, tiny_llama, token_batch
 
 
 def lora_on_head() -> Any:
@@ -54,7 +37,7 @@ def loss_and_gradients(model: Any, **inputs: Any) -> tuple[torch.Tensor, dict[st
 
 @pytest.mark.parametrize(
     ("build", "form"),
-    [(tiny_llama, "chunked"), (tiny_gpt2, "chunked"), (gemma2, "selected"), (lora_on_head, "selected")],
+    [(tiny_llama, "chunked"), (tiny_gpt2, "chunked"), (tiny_gemma2, "selected"), (lora_on_head, "selected")],
 )
 @pytest.mark.parametrize("items", [None, torch.tensor(77)])
 def test_loss_and_gradients_equal_the_stock_ones(build: Any, form: str, items: Any) -> None:
