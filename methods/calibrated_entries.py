@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
+from finetune.methods.amounts import Amount, count_of
 from finetune.methods.base import MethodConfig
 from finetune.methods.selected_entries import SelectedEntries, SelectedEntriesConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["CalibratedEntries", "CalibratedEntriesConfig", "Examples"]
-
-Examples = Annotated[float, Field(gt=0, le=1)] | Annotated[int, Field(ge=1)]
-"""A share of the training examples, or their number."""
+__all__ = ["CalibratedEntries", "CalibratedEntriesConfig"]
 
 
 class CalibratedEntriesConfig(SelectedEntriesConfig):
     """What methods that choose by gradients share."""
 
-    calibration: Examples = Field(
+    calibration: Amount = Field(
         default=64, description="Training examples to choose by: their number (64) or a share of them (0.01)."
     )
     passes: int = Field(
@@ -60,23 +57,21 @@ class CalibratedEntries(SelectedEntries):
 
     def calibration_examples(self, total: int) -> int:
         """Returns how many examples to look at."""
-        wanted = self.config.calibration
-        return min(total, wanted if isinstance(wanted, int) else math.ceil(wanted * total))
+        return count_of(self.config.calibration, total)
 
     def choose(self, scope: dict[str, nn.Parameter], budget: int) -> dict[str, Tensor]:
         """Ranks the entries by their scores."""
-        from finetune.methods.primitives.entry_choice import TopEntries, even_quotas, offsets_of, top_of
+        from finetune.methods.primitives.entry_choice import even_quotas, top_overall, top_per_tensor
 
         sizes = {name: weight.numel() for name, weight in scope.items()}
-        quotas, top, chosen = even_quotas(sizes, budget), TopEntries(offsets_of(sizes), budget), {}
-        for part in _parts(scope, self.config.passes):
-            for name, total in self._totals(part).items():
-                score = self.score(total, scope[name].detach()).reshape(-1)
-                if self.per_tensor:
-                    chosen[name] = top_of(score, quotas[name])
-                else:
-                    top.add(name, score, score)
-        return chosen if self.per_tensor else {name: index for name, (index, _) in top.result()[0].items()}
+        scores = (
+            (name, self.score(total, scope[name].detach()).reshape(-1))
+            for part in _parts(scope, self.config.passes)
+            for name, total in self._totals(part).items()
+        )
+        if self.per_tensor:
+            return top_per_tensor(scores, even_quotas(sizes, budget))
+        return top_overall(scores, sizes, budget)
 
     def _totals(self, part: dict[str, nn.Parameter]) -> dict[str, Tensor]:
         import torch

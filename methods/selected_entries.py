@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from finetune.core.errors import TargetError
 from finetune.core.learned_state import read_learned_state, require_same_method, write_learned_state
+from finetune.methods.amounts import Amount
 from finetune.methods.base import Kind, Method, MethodConfig
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Scope(MethodConfig):
 class SelectedEntriesConfig(MethodConfig):
     """What all methods that choose entries share."""
 
-    budget: Annotated[float, Field(gt=0, le=1)] | Annotated[int, Field(ge=1)] = Field(
+    budget: Amount = Field(
         default=0.01, description="Entries that train: a share of the scope (0.01) or their number (100000)."
     )
     scope: Scope = Field(default=Scope(), description="Which parameters entries are chosen from.")

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from finetune.core.evaluation_mode import evaluation_mode
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -53,10 +55,5 @@ def scoring(model: nn.Module) -> Iterator[None]:
     """Puts ``model`` into evaluation mode without gradients, and back."""
     import torch
 
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
+    with evaluation_mode(model), torch.no_grad():
+        yield

@@ -10,9 +10,7 @@ head computes, for the labelled positions only.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from finetune.core.errors import FinetuneWarning
+from finetune.core.evaluation_mode import evaluation_mode
 
 __all__ = ["CHUNK", "LeanLoss", "linear_cross_entropy"]
 
@@ -58,7 +57,7 @@ class LeanLoss:
         self._labels: Tensor | None = None
         self._stock_loss = self._model.loss_function
         self.form = "stock"
-        with _evaluating(model):
+        with evaluation_mode(model):
             expected = self._probe(model)
             forms = ["chunked", "selected"] if type(self._head) is nn.Linear else ["selected"]
             for form in forms:
@@ -123,13 +122,3 @@ class LeanLoss:
         labels[:, :3] = _IGNORED
         loss: Tensor = model(input_ids=ids, labels=labels).loss
         return loss
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from finetune.core.errors import DataError
+from finetune.core.evaluation_mode import evaluation_mode
 
 __all__ = ["Batches", "run_batches", "single_examples", "watch_gradients", "watch_inputs"]
 
@@ -81,7 +81,7 @@ def watch_inputs(
 
         handles.append(layer.register_forward_pre_hook(look))
     try:
-        with _evaluating(model):
+        with evaluation_mode(model):
             for batch in _moved(model, batches):
                 mask = None if batch.get("attention_mask") is None else batch["attention_mask"].bool()
                 model(**{**batch, "labels": None})
@@ -96,7 +96,7 @@ def run_batches(model: Any, batches: Batches | Iterator[Mapping[str, Any]]) -> I
     Raises:
         DataError: A loss is not finite.
     """
-    with _evaluating(model):
+    with evaluation_mode(model):
         for number, batch in enumerate(_moved(model, batches), 1):
             loss = model(**batch).loss
             if loss is None or not bool(torch.isfinite(loss)):
@@ -128,13 +128,3 @@ def _moved(model: nn.Module, batches: Batches | Iterator[Mapping[str, Any]]) -> 
     for batch in track(batches, "choosing", transient=True, console=console, disable=not console.is_terminal):
         moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
         yield {"use_cache": False, **moved}
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
+from finetune.methods.amounts import Amount
 from finetune.methods.base import MethodConfig
-from finetune.methods.calibrated_entries import CalibratedEntries, CalibratedEntriesConfig, Examples
+from finetune.methods.calibrated_entries import CalibratedEntries, CalibratedEntriesConfig
 from finetune.methods.registry import register
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ __all__ = ["Fish", "FishConfig"]
 class FishConfig(CalibratedEntriesConfig):
     """What a FISH mask trains."""
 
-    calibration: Examples = Field(
+    calibration: Amount = Field(
         default=1024, description="Training examples to choose by: their number (1024) or a share of them (0.01)."
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -21,8 +20,8 @@ from finetune.core.learned_state import (
     require_same_shapes,
     write_learned_state,
 )
+from finetune.methods.amounts import Amount, count_of
 from finetune.methods.base import Kind, Method, MethodConfig
-from finetune.methods.calibrated_entries import Examples
 from finetune.methods.registry import register
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class S2FTConfig(MethodConfig):
     pick: Literal["largest", "smallest"] = Field(
         default="smallest", description="Which end of the scores to take; without effect for random."
     )
-    calibration: Examples = Field(
+    calibration: Amount = Field(
         default=0.01,
         description="Training examples that activation, product and gradient look at: a share (0.01) or their number.",
     )
@@ -121,10 +120,7 @@ class S2FT(Method):
 
     def calibration_examples(self, total: int) -> int:
         """Returns how many examples the scores look at."""
-        if self.config.select in ("random", "weight"):
-            return 0
-        wanted = self.config.calibration
-        return min(total, wanted if isinstance(wanted, int) else math.ceil(wanted * total))
+        return 0 if self.config.select in ("random", "weight") else count_of(self.config.calibration, total)
 
     def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
         from finetune.methods.primitives.step_sync import after_optimizer_step
