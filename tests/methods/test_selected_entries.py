@@ -27,7 +27,7 @@ from finetune.methods.primitives.entry_gradient import BACKENDS, EntryPattern, f
 from finetune.methods.primitives.regrowing import RegrowingRule
 from finetune.methods.selected_entries import SelectedEntries
 from support.steps import adamw, take_steps
-from support.tiny import tiny_gpt2, tiny_llama, tiny_mixtral, token_batch
+from support.tiny import tiny_gpt2, tiny_llama, tiny_mixtral, tiny_qwen, token_batch
 
 MASKS = [name for name in discover() if issubclass(discover().get(name), SelectedEntries)]
 IDS = token_batch(3, 11)
@@ -75,6 +75,7 @@ def test_the_measurement_names_a_backend_that_can_do_it() -> None:
         (tiny_mixtral, None),
         (tiny_llama, ["."]),  # embeddings that are the head too, norms
         (tiny_gpt2, ["."]),  # biases, position embeddings
+        (tiny_qwen, ["."]),  # biases of nn.Linear
         (tiny_mixtral, ["experts"]),
         (tiny_llama, ["lm_head|embed"]),
     ],
@@ -279,6 +280,17 @@ def test_spiel_exchanges_what_changed_least_for_the_largest_gradients() -> None:
     method = finetune.method("spiel", budget=1400, every=6, gradient_steps=3, rate=0.5)
     method.attach(model)
     method.bind(total_steps=24)
+    replace, exchanged = method._pool.replace, []
+
+    def watched(entries: Any, dropped: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        change = (method._pool.absolute(entries) - entries.base).abs()
+        kept = torch.ones_like(change, dtype=torch.bool)
+        kept[dropped] = False
+        exchanged.append(len(dropped))
+        assert not kept.any() or not len(dropped) or change[dropped].max() <= change[kept].min()
+        return replace(entries, dropped, index)
+
+    method._pool.replace = watched
     optimizer = adamw(method)
     for step in range(24):
         ids = token_batch(2, 9, seed=step)
@@ -325,6 +337,7 @@ def test_spiel_exchanges_what_changed_least_for_the_largest_gradients() -> None:
                 model.get_parameter(name).detach().reshape(-1)[gone],
                 base.get_parameter(name).detach().reshape(-1)[gone],
             )
+    assert len(exchanged) == 3 * len(method.touched())
 
 
 def test_the_rate_of_exchange_falls_to_zero() -> None:
