@@ -33,6 +33,9 @@ class TopEntries:
     Args:
         offsets: Tensor name -> position of its first entry in the order that decides between equal scores.
         count: How many to keep.
+
+    Attributes:
+        bound: Score below which no further entry can be kept, float32 (); None until so many have been considered.
     """
 
     def __init__(self, offsets: Mapping[str, int], count: int) -> None:
@@ -40,32 +43,35 @@ class TopEntries:
         self._count = count
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
         self._kept = 0
-        self._bound: Tensor | None = None
+        self.bound: Tensor | None = None
 
-    def add(self, name: str, scores: Tensor, payload: Tensor) -> None:
-        """Considers the entries of one tensor.
+    def add(self, name: str, scores: Tensor, payload: Tensor, positions: Tensor | None = None) -> None:
+        """Considers entries of one tensor.
 
         Args:
             name: The tensor.
             scores: float32 (n,); minus infinity for entries that must not be taken.
             payload: What to keep of each that is taken (n,).
+            positions: Flat position of each, int64 ascending (n,); None: these are all entries of the tensor.
         """
         places = None
-        if self._bound is not None:
+        if self.bound is not None:
             # Entries below what is known to be reached anyway need no sorting.
-            places = (scores >= self._bound).nonzero().reshape(-1)
+            places = (scores >= self.bound).nonzero().reshape(-1)
             scores = scores.index_select(0, places)
         top = top_of(scores, self._count)
         index = top if places is None else places.index_select(0, top)
         scores = scores.index_select(0, top)
         taken = scores != -torch.inf
-        self.add_some(name, index[taken], scores[taken], payload.index_select(0, index[taken]))
+        index = index[taken]
+        position = index if positions is None else positions.index_select(0, index)
+        self.add_some(name, position, scores[taken], payload.index_select(0, index))
 
     def add_some(self, name: str, index: Tensor, scores: Tensor, payload: Tensor) -> None:
         """Considers the entries at the flat positions ``index``, int64 (K,), of one tensor."""
         self._parts.append((scores, index + self._offsets[name], payload))
         self._kept += index.numel()
-        if self._kept >= 4 * self._count or (self._bound is None and self._kept >= self._count):
+        if self._kept >= 4 * self._count or (self.bound is None and self._kept >= self._count):
             self._prune()
 
     def result(self) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor]:
@@ -97,7 +103,7 @@ class TopEntries:
         self._parts = [(scores[top], position[top], payload[top])]
         self._kept = top.numel()
         if self._kept >= self._count > 0:
-            self._bound = scores[top].min()
+            self.bound = scores[top].min()
 
 
 def offsets_of(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -35,6 +35,9 @@ class Observer(Protocol):
     def begin_pass(self) -> bool:
         """Returns whether this pass has to show the dense gradients."""
 
+    def observe_factors(self, entries: EntryTensor, grad: Tensor, x: Tensor) -> bool:
+        """Sees the factors (T, M) and (T, N) of a linear layer's gradient; returns whether they are enough."""
+
     def observe(self, entries: EntryTensor, gradient: Tensor) -> None:
         """Sees the flat dense gradient of one tensor, in the dtype of the pass; it is dropped afterwards."""
 
@@ -62,7 +65,7 @@ class EntryTensor:
     slot: Tensor = field(init=False)
     base: Tensor = field(init=False)
     backend: str = field(default="dense", init=False)
-    pattern: EntryPattern | None = field(default=None, init=False)
+    _pattern: EntryPattern | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         wide = self.weight.numel() >= 2**31 or self.pool.values.numel() >= 2**31
@@ -82,6 +85,13 @@ class EntryTensor:
         whole: Tensor = weight.full_tensor() if isinstance(weight, DTensor) else weight
         return whole.view(-1)
 
+    @property
+    def pattern(self) -> EntryPattern:
+        """The chosen entries of a matrix, as the backends take them."""
+        if self._pattern is None:
+            self._pattern = EntryPattern(self.index, *self.weight.shape)
+        return self._pattern
+
     @torch.no_grad()
     def put(self, index: Tensor, values: Tensor) -> None:
         """Writes ``values``, rounded, at flat positions; of a sharded weight each process writes its own rows."""
@@ -96,7 +106,7 @@ class EntryTensor:
         """Replaces what is chosen; sorts by position."""
         order = index.argsort()
         self.index, self.slot, self.base = index[order].to(self.index), slot[order].to(self.slot), base[order]
-        self.pattern = None
+        self._pattern = None
 
     def receive(self, gradient: Tensor) -> None:
         """Takes the dense gradient of one use of the parameter, of its shape."""
@@ -107,18 +117,17 @@ class EntryTensor:
 
     def receive_factors(self, grad: Tensor, x: Tensor) -> None:
         """Takes the two factors (T, M) and (T, N) of the gradient ``grad^T x`` of a linear layer's weight."""
-        if self.pool.showing():
+        # Where the dense product is the fastest way to the chosen entries, it is there to be shown.
+        if self.pool.showing() and (self.backend == "dense" or not self.pool.show_factors(self, grad, x)):
             self.receive(grad.t() @ x)
         elif self.index.numel():
-            if self.pattern is None:
-                self.pattern = EntryPattern(self.index, *self.weight.shape)
             self.pool.add(self.slot, BACKENDS[self.backend](grad, x, self.pattern))
 
     def to(self, device: torch.device) -> None:
         """Follows the weight to a device."""
         if self.index.device != device:
             self.index, self.slot, self.base = self.index.to(device), self.slot.to(device), self.base.to(device)
-            self.pattern = None
+            self._pattern = None
 
 
 class _Deliver(torch.autograd.Function):
@@ -284,6 +293,11 @@ class EntryPool:
         if self._gradient is None:
             self._gradient = torch.zeros_like(self.values)
         self._gradient.index_add_(0, slot, gradient.to(self._gradient.dtype))
+
+    def show_factors(self, entries: EntryTensor, grad: Tensor, x: Tensor) -> bool:
+        """Shows the factors of a gradient to the observer; returns whether it needs no dense gradient."""
+        assert self.observer is not None
+        return len(entries.holders) == 1 and self.observer.observe_factors(entries, grad, x)
 
     def show(self, entries: EntryTensor, gradient: Tensor) -> None:
         """Shows a flat dense gradient to the observer; that of a shared parameter when all its uses are summed."""

@@ -43,6 +43,10 @@ class EntrySchedule(ABC):
     def begin_pass(self) -> bool:
         """Returns whether this backward pass has to show the dense gradients."""
 
+    def observe_factors(self, entries: EntryTensor, grad: Tensor, x: Tensor) -> bool:
+        """Returns that the factors of a gradient are not enough."""
+        return False
+
     @abstractmethod
     def observe(self, entries: EntryTensor, gradient: Tensor) -> None:
         """Sees the flat dense gradient of one tensor."""

@@ -13,6 +13,7 @@ from finetune.core.errors import TrainingError
 from finetune.methods.primitives.entry_choice import TopEntries, offsets_of, top_of
 from finetune.methods.primitives.entry_pool import EntryPool, EntryTensor
 from finetune.methods.primitives.entry_schedule import EntrySchedule
+from finetune.methods.primitives.gradient_block import block_in_reach
 from finetune.methods.primitives.process_group import (
     PROPOSALS_PER_ENTRY,
     mean_over_processes,
@@ -21,6 +22,9 @@ from finetune.methods.primitives.process_group import (
 )
 
 __all__ = ["Unmasking", "UnmaskingRule", "unmasked_by"]
+
+_WORTHWHILE = 0.5
+"""Share of a gradient above which picking rows and columns costs more than it saves."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,10 @@ class UnmaskingRule:
         if self.exponent == 0:
             return magnitude
         return magnitude.div_(weight.abs().float().add_(self.epsilon).pow_(self.exponent))
+
+    def least_gradient(self, score: Tensor) -> Tensor:
+        """Returns the size of a gradient below which no entry reaches ``score``; 0 where large weights are favoured."""
+        return score * (self.epsilon**self.exponent if self.exponent >= 0 else 0.0)
 
 
 def unmasked_by(step: int, *, budget: int, steps: int, schedule: str) -> int:
@@ -106,11 +114,30 @@ class Unmasking(EntrySchedule):
         )
         return max(0, due - self.pool.chosen)
 
+    def observe_factors(self, entries: EntryTensor, grad: Tensor, x: Tensor) -> bool:
+        """Scores one tensor by the block of its gradient that can hold what is unmasked, where it is small."""
+        assert self._top is not None
+        if self._top.bound is None or not self._complete(entries):
+            return False
+        block = block_in_reach(grad, x, self._rule.least_gradient(self._top.bound))
+        if block.share > _WORTHWHILE:
+            return False
+        gradient = block.product(grad, x)
+        scores = self._rule.score(gradient, block.of(entries.weight.detach()))
+        scores[block.places(entries.pattern)] = -torch.inf
+        self._top.add(entries.name, scores, gradient, block.positions())
+        return True
+
+    def _complete(self, entries: EntryTensor) -> bool:
+        """Returns whether the gradient of this micro-batch in this process is all that a tensor's score needs."""
+        earlier = self._sums if self._rule.accumulation == "exact" else self._candidates
+        return self._last and processes() == 1 and entries.name not in earlier
+
     def observe(self, entries: EntryTensor, gradient: Tensor) -> None:
         """Scores the entries of one tensor by its flat dense gradient, or keeps what the score will need."""
         if self._rule.accumulation == "exact":
             self._observe_sum(entries, gradient)
-        elif self._last and processes() == 1 and entries.name not in self._candidates:
+        elif self._complete(entries):
             self._score(entries, gradient, gradient)
         else:
             self._observe_candidates(entries, gradient)

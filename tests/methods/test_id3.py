@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import statistics
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from accelerate.state import GradientState
 import finetune
 from finetune.core.errors import TrainingError
 from finetune.methods import build_method
+from finetune.methods.primitives import unmasking
 from finetune.methods.primitives.entry_choice import TopEntries, offsets_of
+from finetune.methods.primitives.entry_gradient import EntryPattern
+from finetune.methods.primitives.gradient_block import GradientBlock, block_in_reach
 from finetune.methods.primitives.unmasking import UnmaskingRule, unmasked_by
 from support.processes import one_and_two_processes
 from support.steps import adamw, take_steps
@@ -125,11 +129,15 @@ class DenseOracle:
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
 @pytest.mark.parametrize(("clip", "decay"), [(None, 0.0), (0.05, 0.0), (0.05, 0.1)])
 @pytest.mark.parametrize("state", ["global", "per_entry"])
-@pytest.mark.parametrize("cuts", [1, 3])
-def test_equals_the_dense_masked_oracle(build: Any, clip: float | None, decay: float, state: str, cuts: int) -> None:
+@pytest.mark.parametrize(("cuts", "backend"), [(1, "dense"), (1, "sampled"), (3, "gather")])
+def test_equals_the_dense_masked_oracle(
+    build: Any, clip: float | None, decay: float, state: str, cuts: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = recorded_blocks(monkeypatch)
     base, budget = build(), 101
+    uneven_channels(base)
     model = copy.deepcopy(base)
-    method = finetune.method("id3", budget=budget, state=state, accumulation="exact")
+    method = finetune.method("id3", budget=budget, state=state, accumulation="exact", backend=backend)
     method.attach(model)
     method.bind(total_steps=8)  # fewer than are taken
     names = [name for name, _ in base.named_parameters() if name in method.touched()]
@@ -154,6 +162,62 @@ def test_equals_the_dense_masked_oracle(build: Any, clip: float | None, decay: f
             start += weight.numel()
             torch.testing.assert_close(model.get_parameter(name).detach(), weight.detach(), atol=3e-6, rtol=1e-5)
     assert int(oracle.mask.sum()) == budget
+    if build is tiny_llama and backend == "sampled":
+        # All but the first of 14 tensors at each of 8 steps.
+        assert len(blocks) == 8 * 13
+        assert statistics.mean(block.share < 0.5 for block in blocks) > 0.3
+    else:
+        assert not blocks
+
+
+def uneven_channels(model: Any) -> None:
+    """Makes few channels carry most of the activations, as in trained models."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 and "bias" not in name:
+                parameter.copy_(2 * torch.rand(parameter.shape, generator=generator) ** 4)
+
+
+def recorded_blocks(monkeypatch: pytest.MonkeyPatch) -> list[GradientBlock]:
+    """Returns a list that fills with the blocks of gradients that are computed."""
+    blocks: list[GradientBlock] = []
+
+    def recorded(*arguments: torch.Tensor) -> GradientBlock:
+        blocks.append(block_in_reach(*arguments))
+        return blocks[-1]
+
+    monkeypatch.setattr(unmasking, "block_in_reach", recorded)
+    return blocks
+
+
+@pytest.mark.parametrize("tokens", [1, 20])  # of one token, the norms multiplied are the entries
+def test_a_block_holds_all_that_reaches_and_knows_its_places(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(tokens, 30, generator=generator) * torch.rand(30, generator=generator) ** 4
+    x = torch.randn(tokens, 40, generator=generator) * torch.rand(40, generator=generator) ** 4
+    dense = grad.t() @ x
+    least = dense.abs().quantile(0.99)
+    block = block_in_reach(grad, x, least)
+    assert 0.01 < block.share < 0.6
+    inside = torch.zeros(30 * 40, dtype=torch.bool)
+    inside[block.positions()] = True
+    assert (dense.abs().reshape(-1)[~inside] < least).all()
+    torch.testing.assert_close(block.product(grad, x), dense.reshape(-1)[inside])
+    assert torch.equal(block.of(dense), dense.reshape(-1)[inside])
+    index = torch.randperm(30 * 40, generator=generator)[:300].sort().values
+    places = block.places(EntryPattern(index.int(), 30, 40))
+    assert block.positions()[places].tolist() == index[inside[index]].tolist()
+
+
+def test_a_block_holds_what_is_not_finite() -> None:
+    grad, x = torch.ones(3, 4), torch.ones(3, 5)
+    grad[1, 2], x[0, 3] = torch.nan, torch.inf
+    block = block_in_reach(grad, x, torch.tensor(1e9))
+    assert block.product(grad, x).isnan().any()
+    assert set(block.positions().tolist()) >= {2 * 5 + column for column in range(5)} | {
+        row * 5 + 3 for row in range(4)
+    }
 
 
 @pytest.mark.parametrize(("budget", "total", "every"), [(30, 5, 1), (3, 10, 1), (40, 7, 3), (17, 4, 20)])
