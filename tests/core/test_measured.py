@@ -12,7 +12,7 @@ from finetune.core.measured import measured_choice
 def test_the_first_answer_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     assert measured_choice("best", lambda: "a") == "a"
-    assert measured_choice("best", lambda: "b") == "a"
+    assert measured_choice("best", lambda: pytest.fail("measured again")) == "a"
     assert measured_choice("another", lambda: "b") == "b"
 
 

@@ -181,13 +181,36 @@ def test_what_cannot_train_ends_with_one_clear_error(
         assert not (tmp_path / "run" / "final").exists()
 
 
+def without_weights(model: Path, folder: Path) -> Path:
+    """Returns a copy of a model's folder that has no weights to read."""
+    folder.mkdir()
+    for file in model.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("method", "part"),
+    [
+        ("{name: id3, budget: 100000000}", "larger than the scope"),
+        ("{name: snip, scope: {include: [dwn_proj]}}", "down_proj"),
+        ("{name: lora, target_modules: [q_porj]}", "q_porj"),
+        ("bitfit", "no biases"),
+    ],
+)
+def test_what_the_model_lacks_is_said_before_weights_are_read(
+    workshop: Path, tmp_path: Path, method: str, part: str
+) -> None:
+    blank = without_weights(workshop / "model", tmp_path / "model")
+    with pytest.raises(FinetuneError) as caught:
+        train(workshop, tmp_path / "run", f"model.name_or_path={blank}", f"method={method}", "eval.tasks=[]")
+    assert part in str(caught.value)
+
+
 @pytest.mark.parametrize("method", ["s2ft", "random", "full", "top_layers"])
 def test_quantised_weights_are_refused_before_they_are_read(workshop: Path, tmp_path: Path, method: str) -> None:
-    quantised = tmp_path / "model"
-    quantised.mkdir()
-    for file in (workshop / "model").iterdir():
-        if file.suffix != ".safetensors":
-            (quantised / file.name).write_bytes(file.read_bytes())
+    quantised = without_weights(workshop / "model", tmp_path / "model")
     config = json.loads((quantised / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (quantised / "config.json").write_text(json.dumps(config))
