@@ -117,8 +117,9 @@ class EntryTensor:
 
     def receive_factors(self, grad: Tensor, x: Tensor) -> None:
         """Takes the two factors (T, M) and (T, N) of the gradient ``grad^T x`` of a linear layer's weight."""
+        observer = self.pool.observer if self.pool.showing() else None
         # Where the dense product is the fastest way to the chosen entries, it is there to be shown.
-        if self.pool.showing() and (self.backend == "dense" or not self.pool.show_factors(self, grad, x)):
+        if observer is not None and (self.backend == "dense" or not observer.observe_factors(self, grad, x)):
             self.receive(grad.t() @ x)
         elif self.index.numel():
             self.pool.add(self.slot, BACKENDS[self.backend](grad, x, self.pattern))
@@ -294,11 +295,6 @@ class EntryPool:
             self._gradient = torch.zeros_like(self.values)
         self._gradient.index_add_(0, slot, gradient.to(self._gradient.dtype))
 
-    def show_factors(self, entries: EntryTensor, grad: Tensor, x: Tensor) -> bool:
-        """Shows the factors of a gradient to the observer; returns whether it needs no dense gradient."""
-        assert self.observer is not None
-        return len(entries.holders) == 1 and self.observer.observe_factors(entries, grad, x)
-
     def show(self, entries: EntryTensor, gradient: Tensor) -> None:
         """Shows a flat dense gradient to the observer; that of a shared parameter when all its uses are summed."""
         assert self.observer is not None
@@ -365,8 +361,8 @@ def _holders(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 
 def _backend(entries: EntryTensor, density: float, wanted: str) -> str:
     """Returns the backend for one tensor: only a matrix that one ``nn.Linear`` holds has a choice."""
-    module, name = entries.holders[0]
-    if type(module) is not nn.Linear or name != "weight" or entries.weight.is_meta:
+    (module, name), *others = entries.holders
+    if others or type(module) is not nn.Linear or name != "weight" or entries.weight.is_meta:
         return "dense"
     if wanted != "auto":
         return wanted

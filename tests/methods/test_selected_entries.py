@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 import finetune
 from finetune.core.errors import CapabilityError, CheckpointError, ConfigError, DataError, TargetError
-from finetune.methods import discover
+from finetune.methods import build_method, discover
 from finetune.methods.calibrated_entries import CalibratedEntries
 from finetune.methods.primitives.entry_choice import (
     TopEntries,
@@ -453,3 +454,15 @@ def test_no_gradient_flows_below_the_first_layer_with_entries() -> None:
         layer.register_full_backward_hook(lambda module, grads, outs: flowed.append(module))
     model(**BATCH).loss.backward()
     assert flowed == [model.model.layers[3]]
+
+
+def test_a_composition_that_chose_by_data_loads_without_it(tmp_path: Path) -> None:
+    spec = [{"name": "lora", "r": 4, "target_modules": "all-linear"}, {"name": "snip", "budget": 60}]
+    torch.manual_seed(0)
+    method = build_method(spec)
+    model = method.attach(tiny_llama(), calibration=[BATCH])
+    take_steps(model, adamw(method), range(2))
+    method.save(tmp_path)
+    again = build_method(spec)
+    fresh = again.attach(tiny_llama(), learned=tmp_path)
+    assert torch.equal(fresh(IDS).logits, model(IDS).logits)

@@ -213,6 +213,10 @@ def test_column_slices_keep_only_their_columns() -> None:
     assert many.parts["activations"] - few.parts["activations"] == LAYERS * 4 * tokens
 
 
+def test_the_optimizer_holds_what_trains_and_not_the_tensors_that_it_lies_in() -> None:
+    assert estimate_lora(trained_count=1000).parts["optimizer"] == 8 * 1000
+
+
 @pytest.mark.parametrize(
     ("name", "bytes_per_scalar"), [("adamw_torch_fused", 8), ("sgd", 0), ("adamw_bnb_8bit", 2), ("lion_32bit", 4)]
 )
