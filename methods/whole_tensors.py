@@ -56,16 +56,25 @@ class WholeTensors(Method):
         """
 
     def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
-        from finetune.methods.primitives.master_weights import AutocastForward, widen
-
         self._tensors = {name: model.get_parameter(name) for name in self.choose(model, candidates)}
         self._base_dtypes = {name: parameter.dtype for name, parameter in self._tensors.items()}
         for parameter in self._tensors.values():
             parameter.requires_grad_(True)
+        self._set_up(model)
+        return model
+
+    def _set_up(self, model: nn.Module) -> None:
+        """Prepares the tensors, which require gradients now, and the forward pass of ``model``."""
+        from finetune.methods.primitives.master_weights import AutocastForward, widen
+
         self._autocast = None
         if self.config.trainable_dtype == "float32" and (narrow := widen(self._tensors.values())) is not None:
             self._autocast = AutocastForward(model, narrow)
-        return model
+
+    def _take_down(self) -> None:
+        """Undoes what was done to the forward pass."""
+        if self._autocast is not None:
+            self._autocast.remove()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns ``NAME.value`` per trained tensor, in the dtype that trains."""
@@ -94,8 +103,7 @@ class WholeTensors(Method):
         """Rounds the trained tensors to the base's dtype and returns the model."""
         from finetune.methods.primitives.master_weights import cast_in_place
 
-        if self._autocast is not None:
-            self._autocast.remove()
+        self._take_down()
         for name, parameter in self._tensors.items():
             cast_in_place(parameter, self._base_dtypes[name])
         model, self._model, self._tensors = self.model, None, {}

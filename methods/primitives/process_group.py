@@ -6,7 +6,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["PROPOSALS_PER_ENTRY", "mean_over_processes", "processes", "union_over_processes"]
+from finetune.core.errors import TrainingError
+
+__all__ = [
+    "PROPOSALS_PER_ENTRY",
+    "mean_over_processes",
+    "processes",
+    "require_same_over_processes",
+    "union_over_processes",
+]
 
 PROPOSALS_PER_ENTRY = 5
 """How many candidates are proposed per entry that will be chosen, where not all gradients are there at once."""
@@ -35,3 +43,24 @@ def union_over_processes(index: Tensor) -> Tensor:
     dist.all_gather(every, index)
     union: Tensor = torch.unique(torch.cat(every))
     return union
+
+
+def require_same_over_processes(digest: bytes, what: str, device: torch.device) -> None:
+    """Checks that every process has the same digest of ``what``; all of them have to call it.
+
+    Raises:
+        TrainingError: They have not.
+    """
+    if processes() == 1:
+        return
+    own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    every = [torch.empty_like(own) for _ in range(processes())]
+    dist.all_gather(every, own)
+    others = [rank for rank, other in enumerate(every) if not torch.equal(other, every[0])]
+    if others:
+        raise TrainingError(
+            f"the processes have drifted apart: {what} are not the same everywhere",
+            got=f"process {', '.join(map(str, others))} differs from process 0",
+            fix="wrap the model in DistributedDataParallel before its first training forward pass, with "
+            "find_unused_parameters=True",
+        )
