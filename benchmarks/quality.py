@@ -4,7 +4,8 @@
 intents of BANKING77 that begin with "card" a customer has; exact match of the intent's greedily generated name. The
 bundled model trains one pass over a sample of the training data with AdamW and a linear decay. ``s2ft``, ``id3``,
 ``random``, ``magnitude`` and ``lora`` (r = 8 on all linear layers) train the same number of parameters, ``full`` all of
-them. Each has one learning rate for both tasks: ``id3`` and ``random`` the better of 3e-4 and 1e-3 on 320 other rows of
+them; ``spectrum_25``, its controls and ``top_layers_half`` a quarter or half of the block weights, ``lisa`` two layers at a
+time, each of these at 1e-4, untried. Each has one learning rate for both tasks: ``id3`` and ``random`` the better of 3e-4 and 1e-3 on 320 other rows of
 ``sst2``, ``magnitude`` that of ``random``, the others that of ``sst2.py``; ``--search`` tries more.
 
 Needs ``../shared/data``. Run: python benchmarks/quality.py [--quick] [--json PATH] [--methods ...] [--seeds 3]
@@ -34,20 +35,36 @@ TASKS = ["sst2", "banking_cards"]
 
 @dataclass(frozen=True)
 class Setup:
-    """How one method is trained."""
+    """How one method is trained.
 
+    Attributes:
+        method: Its registry name.
+        learning_rate: Of AdamW.
+        fields: Of its config.
+        seeded: Whether what it chooses depends on the seed.
+    """
+
+    method: str
     learning_rate: float
     fields: dict[str, Any]
+    seeded: bool = False
 
 
 SETUPS = {
-    "lora": Setup(1e-3, {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}),
+    "lora": Setup("lora", 1e-3, {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}),
     # Whole columns: 0.2 % fewer parameters.
-    "s2ft": Setup(1e-3, {"ratio": TRAINED / 106_168_320}),
-    "id3": Setup(3e-4, {"budget": TRAINED}),
-    "random": Setup(1e-3, {"budget": TRAINED}),
-    "magnitude": Setup(1e-3, {"budget": TRAINED}),
-    "full": Setup(3e-5, {}),
+    "s2ft": Setup("s2ft", 1e-3, {"ratio": TRAINED / 106_168_320}, seeded=True),
+    "id3": Setup("id3", 3e-4, {"budget": TRAINED}),
+    "random": Setup("random", 1e-3, {"budget": TRAINED}, seeded=True),
+    "magnitude": Setup("magnitude", 1e-3, {"budget": TRAINED}),
+    "full": Setup("full", 3e-5, {}),
+    "spectrum_25": Setup("spectrum", 1e-4, {"top_percent": 25}),
+    "spectrum_50": Setup("spectrum", 1e-4, {"top_percent": 50}),
+    "spectrum_median_25": Setup("spectrum", 1e-4, {"top_percent": 25, "threshold": "median"}),
+    "spectrum_random_25": Setup("spectrum", 1e-4, {"top_percent": 25, "order": "random"}, seeded=True),
+    "top_layers_half": Setup("top_layers", 1e-4, {"count": 0.5}),
+    # A run of 30 steps draws six times.
+    "lisa": Setup("lisa", 1e-4, {"layers": 2, "interval": 5}, seeded=True),
 }
 
 
@@ -111,7 +128,7 @@ def train(model: Any, method: Any, rows: list[Row], tokenizer: Any, learning_rat
     batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
     random.Random(seed).shuffle(batches)
     method.bind(total_steps=len(batches))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = list(method.trained_parameters().values())
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=len(batches))
     lean = LeanLoss(model)
@@ -169,9 +186,9 @@ def run(name: str, task: Task, tokenizer: Any, *, seed: int, learning_rate: floa
 
     torch.manual_seed(seed)
     setup = SETUPS[name]
-    fields = {**setup.fields, **({"seed": seed} if name in ("s2ft", "random") else {})}
+    fields = {**setup.fields, **({"seed": seed} if setup.seeded else {})}
     base = load_model(MODEL, dtype="float32", device="cpu", attn_implementation="sdpa")
-    method = finetune.method(name, **fields)
+    method = finetune.method(setup.method, **fields)
     model = method.attach(base)
     rate = setup.learning_rate if learning_rate is None else learning_rate
     seconds = train(model, method, task.train, tokenizer, rate, seed)
@@ -199,9 +216,16 @@ def claims_of(name: str, task: Task, results: list[dict[str, float]], before: fl
         "trained_parameters": (results[0]["trained"], "parameters"),
     }
     return [
-        Claim(f"{name}/{task.name}_{figure}", value, unit, "", before if figure == "accuracy_mean" else None)
+        Claim(f"{_claimed(name)}{task.name}_{figure}", value, unit, "", before if figure == "accuracy_mean" else None)
         for figure, (value, unit) in figures.items()
     ]
+
+
+def _claimed(name: str) -> str:
+    """Returns ``METHOD/FORM_``: a claim begins with the registry name of its method."""
+    method = SETUPS[name].method
+    form = name.removeprefix(method).lstrip("_")
+    return f"{method}/{form}_" if form else f"{method}/"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

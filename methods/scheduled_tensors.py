@@ -106,6 +106,10 @@ class ScheduledTensors(WholeTensors):
         """Returns name and shape of what trains at the first step."""
         return {name: tuple(self._tensors[name].shape) for name in self._first()}
 
+    def touched(self) -> frozenset[str]:
+        """Returns the names of all that will ever train."""
+        return frozenset(self._tensors)
+
     def saved_scalars(self) -> int:
         """Returns the size of what has been active."""
         return sum(self._tensors[name].numel() for name in self._active.ever)

@@ -146,6 +146,10 @@ class ActiveTensors:
                 name, _, part = key.removeprefix(f"{prefix}{_RESTING}").rpartition("/")
                 self._resting.setdefault(name, {})[part] = value.clone()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the model keeps its dtypes, and has no business with the schedule.
+        return {**self.__dict__, "_names": None, "_handles": [], "_now": frozenset()}
+
     def remove(self) -> None:
         """Lets all of them train again and forgets the schedule."""
         for handle in self._handles:

@@ -37,10 +37,12 @@ def singular_values(matrix: Tensor, *, precise: bool = False) -> Tensor:
     long = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.t()
     dtype = torch.float64 if precise else torch.float32
     gram = torch.zeros(long.shape[1], long.shape[1], dtype=dtype, device=matrix.device)
-    for part in long.split(max(1, _CHUNK // long.shape[1])):
-        wide = part.to(dtype)
+    rows = max(1, _CHUNK // long.shape[1])
+    for start in range(0, long.shape[0], rows):
+        wide = long[start : start + rows].to(dtype)
         gram.addmm_(wide.t(), wide)
-    return torch.linalg.eigvalsh(gram).clamp_(min=0).sqrt_().double()
+    squares: Tensor = torch.linalg.eigvalsh(gram)
+    return squares.clamp_(min=0).sqrt_().double()
 
 
 def signal_to_noise(values: Tensor, rows: int, columns: int, threshold: Threshold = "spectrum") -> float:

@@ -14,6 +14,7 @@ from accelerate.state import GradientState
 import finetune
 from finetune.core.errors import CapabilityError, CheckpointError
 from finetune.methods import METHODS, Method, discover
+from finetune.methods.scheduled_tensors import ScheduledTensors
 from support.conformance_cases import BATCH_DEPENDENT, CASES, CROPPED, UNPICKLABLE, base_model, make
 from support.tiny import token_batch
 
@@ -78,7 +79,9 @@ class TestEveryMethod:
         method, model, base = attached(name)
         summary = method.summary()
         trained = method.trained_parameters()
-        assert 0 < summary.trained == sum(p.numel() for p in trained.values())
+        declared = sum(p.numel() for p in trained.values())
+        assert 0 < summary.trained <= declared
+        assert summary.trained == declared or isinstance(method, ScheduledTensors)  # which train some at a time
         assert summary.total == sum(p.numel() for p in base.parameters())
         before = {key: tensor.clone() for key, tensor in base_weights(model).items()}
         losses = train(model, 20)
@@ -172,7 +175,7 @@ class TestEveryMethod:
         method, model, base = attached(name, dtype=torch.bfloat16)
         losses = train(model, 6)
         assert losses[-1] < losses[0]
-        assert all(p.dtype == torch.float32 for p in method.trained_parameters().values())
+        assert all(p.dtype == torch.float32 for p in method.trained_parameters().values() if p.requires_grad)
         frozen = {key: p for key, p in base_weights(model).items() if not p.requires_grad}
         touched = method.touched()
         own = {key: p.detach() for key, p in base.named_parameters()}

@@ -28,6 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "road": {"group_size": 4},
     "s2ft": {"ratio": 0.2},
     "shira": {"r": 2},
+    "spectrum": {"top_percent": 50},
     "trainable_tokens": {"token_indices": [5, 6, 7]},
     "vblora": {"vector_length": 4, "num_vectors": 16, "topk": 2, "r": 2},
     "vera": {"r": 8},
