@@ -4,9 +4,10 @@
 intents of BANKING77 that begin with "card" a customer has; exact match of the intent's greedily generated name. The
 bundled model trains one pass over a sample of the training data with AdamW and a linear decay. ``s2ft``, ``id3``,
 ``random``, ``magnitude`` and ``lora`` (r = 8 on all linear layers) train the same number of parameters, ``full`` all of
-them; ``spectrum_25``, its controls and ``top_layers_half`` a quarter or half of the block weights, ``lisa`` two layers at a
-time, each of these at 1e-4, untried. Each has one learning rate for both tasks: ``id3`` and ``random`` the better of 3e-4 and 1e-3 on 320 other rows of
-``sst2``, ``magnitude`` that of ``random``, the others that of ``sst2.py``; ``--search`` tries more.
+them; ``spectrum_25``, its controls and ``top_layers_half`` a quarter or half of the block weights, ``lisa`` two layers
+at a time. Each has one learning rate for both tasks: ``id3`` and ``random`` the better of 3e-4 and 1e-3 on 320 other
+rows of ``sst2``, ``magnitude`` that of ``random``, those that freeze modules 1e-4, untried, the others that of
+``sst2.py``; ``--search`` tries more.
 
 Needs ``../shared/data``. Run: python benchmarks/quality.py [--quick] [--json PATH] [--methods ...] [--seeds 3]
 """
