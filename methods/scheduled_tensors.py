@@ -93,6 +93,8 @@ class ScheduledTensors(WholeTensors):
     def _set_up(self, model: nn.Module) -> None:
         from finetune.methods.primitives.active_tensors import ActiveTensors
 
+        if self._is_scheduled():
+            self.active_blocks(0)  # refuses what the model has not
         wide = self.config.trainable_dtype == "float32"
         self._active: ActiveTensors = ActiveTensors(
             model, self._tensors, self.active, wide=wide, rest=self.config.state

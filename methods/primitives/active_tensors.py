@@ -61,6 +61,14 @@ class ActiveTensors:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if self._now is None and module.training and torch.is_grad_enabled():
+            name = next(iter(self._tensors))
+            if module.get_parameter(name) is not self._tensors[name]:
+                raise CapabilityError(
+                    "blocks that take turns cannot train where the parameters were replaced after the method was "
+                    "attached, as FSDP2 does: their schedule would freeze and thaw the old ones",
+                    where=name,
+                    fix="DistributedDataParallel with find_unused_parameters=True, or a method whose set stays",
+                )
             if self._autocast is not None and processes() > 1:
                 raise CapabilityError(
                     "blocks that take turns have one dtype where several processes train: their float32 masters would "
