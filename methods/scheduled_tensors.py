@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from finetune.core.errors import CheckpointError, TargetError
+from finetune.core.errors import TargetError
 from finetune.core.learned_state import TRAINING, VALUE, learned_names, require_same_shapes
 from finetune.methods.base import MethodConfig, MethodSummary
 from finetune.methods.whole_tensors import WholeTensors, WholeTensorsConfig
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from finetune.methods.primitives.active_tensors import ActiveTensors
 
 __all__ = ["ScheduledTensors", "ScheduledTensorsConfig"]
-
-_STEP = f"{TRAINING}step"
 
 
 class ScheduledTensorsConfig(WholeTensorsConfig):
@@ -76,7 +74,13 @@ class ScheduledTensors(WholeTensors):
             raise TargetError(f"{self.name} finds no transformer layers", got=str(error)) from error
         names = [name for name, _ in model.named_parameters() if name in candidates]
         heads = [f"{place}.{number}." for number in range(len(blocks))]
-        self._blocks = [frozenset(name for name in names if name.startswith(head)) for head in heads]
+        blocks_of = (frozenset(name for name in names if name.startswith(head)) for head in heads)
+        # After a method that leaves few layers to choose from, only these take turns.
+        self._blocks = [block for block in blocks_of if block]
+        if not self._blocks:
+            raise TargetError(
+                f"no parameter of the {len(blocks)} layers is left for {self.name}", fix="widen the methods before it"
+            )
         kinds = parameter_kinds(model)
         asked = {"embed": self.config.train_embeddings, "head": self.config.train_head}
         always = {name for name in names if any(wanted and kind in kinds[name] for kind, wanted in asked.items())}
@@ -138,10 +142,9 @@ class ScheduledTensors(WholeTensors):
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Restores values and the place in the schedule; strict."""
+        ever = self._active.ever_of(state, TRAINING)
         values = {name: state[f"{name}{VALUE}"] for name in learned_names(state) if f"{name}{VALUE}" in state}
-        require_same_shapes({name: self._tensors[name] for name in values if name in self._tensors}, values)
-        if _STEP not in state:
-            raise CheckpointError("the learned state does not say where training was", got=f"no {_STEP}")
+        require_same_shapes({name: self._tensors[name] for name in ever}, values)
         self._active.load(values, state, TRAINING)
 
     def _share_that_always_trains(self) -> tuple[str, ...]:

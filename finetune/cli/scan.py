@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -35,11 +36,11 @@ def scan(
 
     with tqdm(desc="signal to noise of weights", unit="matrix", disable=None) as bar:
 
-        def begin(total: int) -> object:
+        def begin(total: int) -> Callable[[], object]:
             bar.reset(total)
-            return bar.update
+            return lambda: bar.update()
 
-        found = scan_model(model, out, threshold=threshold, top_percent=top_percent, progress=begin)  # type: ignore[arg-type]
+        found = scan_model(model, out, threshold=threshold, top_percent=top_percent, progress=begin)
     if as_json:
         print_json({"scores": found.scores, "chosen": found.chosen, "files": [str(file) for file in found.files]})
         return

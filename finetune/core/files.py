@@ -20,6 +20,7 @@ __all__ = [
     "fsync_folder",
     "hash_file",
     "incomplete_reason",
+    "read_cached",
     "replaced_file",
     "replaced_folder",
     "require_empty",
@@ -37,6 +38,14 @@ def cache_folder() -> Path:
     if given:
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "finetune"
+
+
+def read_cached(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file of the cache; an empty one where it is missing or damaged: it is made anew."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def fsync_folder(folder: Path) -> None:

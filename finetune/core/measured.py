@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Callable
-from typing import Any
 
-from finetune.core.files import cache_folder, write_json
+from finetune.core.files import cache_folder, read_cached, write_json
 
 __all__ = ["measured_choice"]
 
@@ -27,21 +25,14 @@ def measured_choice(question: str, measure: Callable[[], str]) -> str:
 
     machine = f"{platform.node()} {platform.machine()} torch {torch.__version__} {torch.get_num_threads()} threads"
     key, path = f"{machine}: {question}", cache_folder() / _FILE
-    known = _read(path)
+    known = read_cached(path)
     if key not in known:
         answer = measure()
         # Another process may have answered meanwhile: the first answer counts.
-        known = {key: answer, **_read(path)}
+        known = {key: answer, **read_cached(path)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, known)
         except OSError:
             return answer
     return str(known[key])
-
-
-def _read(path: Any) -> dict[str, str]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}

@@ -51,7 +51,7 @@ def scan_model(
     *,
     threshold: Threshold = "spectrum",
     top_percent: float = 25,
-    progress: Callable[[int], Callable[[], None]] = lambda total: lambda: None,
+    progress: Callable[[int], Callable[[], object]] = lambda total: lambda: None,
 ) -> ModelScan:
     """Scores the matrices of a model's layers, and writes ``snr_results_*.json``, its selection as YAML, and a picture.
 

@@ -23,20 +23,21 @@ def weight_readers(name_or_path: str, *, revision: str | None = None) -> dict[st
     """Returns name -> what reads that tensor, in its stored dtype, for all tensors of a model, in the files' order.
 
     Raises:
-        ConfigError: The model does not exist, or has no safetensors files.
+        ConfigError: The model does not exist, has no safetensors files, or one is missing or damaged.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     folder = _folder(resolve_source(name_or_path), revision)
-    index = folder / _INDEX
-    if index.is_file():
-        files = dict.fromkeys(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    else:
-        files = dict.fromkeys([_SINGLE] if (folder / _SINGLE).is_file() else [])
     readers: dict[str, Callable[[], Tensor]] = {}
-    for file in files:
-        with safe_open(folder / file, framework="pt") as opened:
-            readers |= {name: partial(_read, folder / file, name) for name in opened.keys()}  # noqa: SIM118 - no dict
+    for file in _files(folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                names = list(opened.keys())
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                "a file of the model's weights is missing or damaged", where=str(file), got=str(error)
+            ) from error
+        readers |= {name: partial(_read, file, name) for name in names}
     if not readers:
         raise ConfigError(
             "the model has no safetensors files, which are read one weight at a time",
@@ -45,6 +46,17 @@ def weight_readers(name_or_path: str, *, revision: str | None = None) -> dict[st
             fix="load it with transformers and save it: model.save_pretrained(FOLDER)",
         )
     return readers
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if not index.is_file():
+        return [folder / _SINGLE] if (folder / _SINGLE).is_file() else []
+    try:
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError("the index of the model's weights is damaged", where=str(index), got=str(error)) from error
+    return [folder / shard for shard in dict.fromkeys(shards)]
 
 
 def _read(file: Path, name: str) -> Tensor:

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from finetune.core.errors import CapabilityError
+from finetune.core.errors import CapabilityError, CheckpointError
 from finetune.methods.primitives.master_weights import AutocastForward, cast_in_place
 from finetune.methods.primitives.process_group import processes, require_same_over_processes
 from finetune.methods.primitives.step_sync import after_optimizer_step
 
 __all__ = ["ActiveTensors"]
 
-_STEP, _RESTING = "step", "resting/"
+_STEP, _EVER, _RESTING = "step", "ever", "resting/"
 _NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -132,10 +132,37 @@ class ActiveTensors:
 
     def state_dict(self, prefix: str) -> dict[str, Tensor]:
         """Returns the place in the schedule, and the optimizer's state that rests here."""
-        state = {f"{prefix}{_STEP}": torch.tensor(self.step)}
+        ever = torch.tensor([name in self.ever for name in self._tensors], dtype=torch.uint8)
+        state = {f"{prefix}{_STEP}": torch.tensor(self.step), f"{prefix}{_EVER}": ever}
         for name, resting in self._resting.items():
             state |= {f"{prefix}{_RESTING}{name}/{key}": value for key, value in resting.items()}
         return state
+
+    def ever_of(self, state: Mapping[str, Tensor], prefix: str) -> list[str]:
+        """Returns the names of those that have been active in a state that :meth:`state_dict` returned.
+
+        Raises:
+            CheckpointError: It does not say so for these tensors, or others have been active here since.
+        """
+        missing = [key for key in (f"{prefix}{_STEP}", f"{prefix}{_EVER}") if key not in state]
+        ever = [] if missing else state[f"{prefix}{_EVER}"].tolist()
+        if len(ever) != len(self._tensors):
+            raise CheckpointError(
+                "the learned state does not say which of these tensors have trained, and for how long",
+                where=", ".join(missing) or f"{prefix}{_EVER}",
+                got="missing" if missing else f"{len(ever)} tensors",
+                want=f"{len(self._tensors)} tensors",
+                fix="attach with the config and base that the state was trained with",
+            )
+        names = [name for name, was in zip(self._tensors, ever, strict=True) if was]
+        later = sorted(self.ever.difference(names))
+        if later:
+            raise CheckpointError(
+                "the model has trained further than the learned state, which does not hold what other blocks were",
+                where=", ".join(later[:3]),
+                fix="load it into a fresh base model",
+            )
+        return names
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor], state: Mapping[str, Tensor], prefix: str) -> None:

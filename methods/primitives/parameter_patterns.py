@@ -127,7 +127,10 @@ def _matcher(model: nn.Module, pattern: str, where: str) -> Callable[[str], bool
             raise ConfigError("not a regular expression", where=where, got=pattern, want=str(error)) from error
         return lambda name: searched.search(name) is not None
     if pattern.startswith("layers:"):
-        place, blocks = find_blocks(model)
+        try:
+            place, blocks = find_blocks(model)
+        except LookupError as error:
+            raise TargetError("the model has no transformer layers", where=where, got=str(error)) from error
         wanted = layer_range(pattern.removeprefix("layers:"), len(blocks), where)
         heads = tuple(f"{place}.{number}." for number in wanted)
         return lambda name: name.startswith(heads)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from finetune.core.files import cache_folder, write_json
+from finetune.core.files import cache_folder, read_cached, write_json
 from finetune.methods.primitives.module_types import ranked
 from finetune.methods.primitives.signal_to_noise import Threshold, require_scorable, signal_to_noise, singular_values
 
@@ -27,7 +26,7 @@ def scan_weights(
     weights: Mapping[str, Callable[[], Tensor]],
     *,
     threshold: Threshold = "spectrum",
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
     """Returns the signal-to-noise ratio of each module.
 
@@ -72,20 +71,20 @@ def cached_scan(
     weights: Mapping[str, Callable[[], Tensor]],
     *,
     threshold: Threshold = "spectrum",
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
     """Returns what :func:`scan_weights` does, kept in the cache folder under the hash of the weights' contents."""
     with _one_matrix_per_thread() as pool:
         digests = pool.map(lambda name: _digest(name, weights[name]()), weights)
         key = hashlib.sha256("".join([threshold, *digests]).encode()).hexdigest()[:32]
     path = cache_folder() / "scans" / f"{key}.json"
-    try:
-        scores: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
-        if list(scores) == list(weights):
-            return scores
-    except (OSError, ValueError):
-        pass
+    known = read_cached(path)
+    if list(known) == list(weights):
+        for _ in known:
+            progress()
+        return known
     scores = scan_weights(weights, threshold=threshold, progress=progress)
+    # Where the cache cannot be written, the next run scans again.
     with contextlib.suppress(OSError):
         write_json(path, scores)
     return scores

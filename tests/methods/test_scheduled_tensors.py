@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import finetune
-from finetune.core.errors import TargetError, TrainingError
+from finetune.core.errors import CheckpointError, TargetError, TrainingError
+from finetune.methods import build_method
 from support.processes import one_and_two_processes
 from support.steps import adamw, take_steps
 from support.tiny import tiny_llama, token_batch
@@ -205,3 +206,26 @@ def test_two_processes_train_what_one_does_and_never_drift_apart_silently(tmp_pa
             torch.testing.assert_close(
                 two[run][key], tensor, atol=1e-6, rtol=1e-5, msg=lambda m, r=run, k=key: f"{r} {k} {m}"
             )
+
+
+def test_only_layers_that_are_left_take_turns() -> None:
+    method = build_method([{"name": "top_layers", "count": 2}, {"name": "badam", "interval": 1}])
+    model = method.attach(tiny_llama(layers=LAYERS)).train()
+    method.bind(total_steps=12)
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    take_steps(model, adamw(method), range(4))
+    moved = {key.split(".")[2] for key, p in model.named_parameters() if not torch.equal(p, before[key])}
+    assert moved == {"2", "3"}
+
+
+def test_a_state_that_cannot_be_restored_whole_is_refused() -> None:
+    method, model, optimizer = start("badam", interval=1)
+    take_steps(model, optimizer, [0])
+    state = {key: tensor.clone() for key, tensor in method.state_dict().items()}
+    fresh, _, _ = start("badam", interval=1)
+    for missing in state:
+        with pytest.raises(CheckpointError):
+            fresh.load_state_dict({key: tensor for key, tensor in state.items() if key != missing})
+    take_steps(model, optimizer, [1, 2, 3])
+    with pytest.raises(CheckpointError, match="trained further"):
+        method.load_state_dict(state)

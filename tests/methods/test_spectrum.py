@@ -191,3 +191,16 @@ def test_a_scan_of_files_says_what_the_method_will_train(build: object, tmp_path
     own = finetune.method("spectrum", top_percent=50)
     own.attach(build())  # type: ignore[operator]
     assert set(method.trained_parameters()) == set(own.trained_parameters())
+
+
+def test_damaged_weight_files_are_named(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ConfigError, match="missing or damaged") as caught:
+        scan_model(str(folder), tmp_path / "scans")
+    assert "model.safetensors" in str(caught.value)
+    weights.unlink()
+    with pytest.raises(ConfigError, match="no safetensors files"):
+        scan_model(str(folder), tmp_path / "scans")
+    assert not (tmp_path / "scans").exists()
