@@ -185,7 +185,7 @@ def _absolute_paths(data: dict[str, Any]) -> dict[str, Any]:
     data["output_dir"] = str(Path(data["output_dir"]).absolute())
     data["model"]["name_or_path"] = _absolute(data["model"]["name_or_path"])
     data["data"]["chat_template"] = _absolute(data["data"]["chat_template"])
-    for sources in (data["data"]["train"], data["data"]["eval"]):
+    for sources in (data["data"]["train"], data["data"]["eval"], data["data"]["calibration"]):
         for source in sources if isinstance(sources, list) else []:
             source["path"] = _absolute(source["path"])
     data["eval"]["tasks"] = [_absolute(task) if isinstance(task, str) else task for task in data["eval"]["tasks"]]

@@ -93,6 +93,11 @@ class DataSection(Section):
         BeforeValidator(_as_held_out, json_schema_input_type=_AnySource | float | int | None),
         Field(description="Held-out rows: as train, a float in (0, 1) for a share, or an int for a number of rows."),
     ] = None
+    calibration: Annotated[
+        list[Source] | None,
+        BeforeValidator(_as_sources, json_schema_input_type=_AnySource | None),
+        Field(description="Rows that methods choose by, where those are not the training rows: as train."),
+    ] = None
     format: DataFormat = Field(default="auto", description="Form of the rows; auto: found out by the columns.")
     columns: dict[str, str] = Field(default={}, description="Our column name -> the data's, where they differ.")
     system: str | None = Field(default=None, description="System message for conversations that have none.")

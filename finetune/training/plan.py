@@ -40,6 +40,7 @@ class Plan:
         recipe: The resolved recipe.
         tokenizer: With the chat template that the run uses.
         train: Training examples.
+        calibration: Examples that methods choose by.
         evaluation: Held-out examples, or None.
         model: The base model, before the method is attached.
         method: Not attached yet.
@@ -49,6 +50,7 @@ class Plan:
     recipe: Recipe
     tokenizer: PreTrainedTokenizerBase
     train: PreparedData
+    calibration: PreparedData
     evaluation: PreparedData | None
     model: PreTrainedModel
     method: Method
@@ -63,7 +65,9 @@ class Plan:
         """
         # The method's random initialisation must not depend on what was drawn before, an evaluation for example.
         transformers.set_seed(self.recipe.seed)
-        by_data = self.method.calibration_examples(len(self.train.dataset)) > 0 and self.model.device.type != "meta"
+        by_data = (
+            self.method.calibration_examples(len(self.calibration.dataset)) > 0 and self.model.device.type != "meta"
+        )
         if by_data and learned is not None:
             self.attached = self.method.attach(self.model, learned=learned)
         else:
@@ -72,10 +76,10 @@ class Plan:
         return self.attached
 
     def _calibration(self) -> list[dict[str, Tensor]]:
-        """Returns batches of a seeded sample of the training examples, as many as the method asks for."""
+        """Returns batches of a seeded sample of the calibration examples, as many as the method asks for."""
         import torch
 
-        dataset = self.train.dataset
+        dataset = self.calibration.dataset
         wanted = min(len(dataset), self.method.calibration_examples(len(dataset)))
         generator = torch.Generator().manual_seed(self.recipe.seed)
         rows = sorted(torch.randperm(len(dataset), generator=generator)[:wanted].tolist())
@@ -139,7 +143,7 @@ def make_plan(recipe: Recipe, *, meta: bool = False, limit: int | None = None) -
     tokenizer = load_tokenizer(section.name_or_path, chat_template=recipe.data.chat_template, **source)
     arguments = _training_arguments(recipe)
     text_config = config.get_text_config()
-    train, evaluation = _prepare(recipe, tokenizer, text_config, limit)
+    train, calibration, evaluation = _prepare(recipe, tokenizer, text_config, limit)
     _check_batches(train, arguments)
     if not meta:
         _check_targets(recipe, source)
@@ -167,12 +171,13 @@ def make_plan(recipe: Recipe, *, meta: bool = False, limit: int | None = None) -
     )
     _check_precision(model, arguments)
     _check_recomputation(method, arguments)
-    return Plan(recipe, tokenizer, train, evaluation, model, method, arguments)
+    return Plan(recipe, tokenizer, train, calibration, evaluation, model, method, arguments)
 
 
 def _prepare(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: Any, limit: int | None
-) -> tuple[PreparedData, PreparedData | None]:
+) -> tuple[PreparedData, PreparedData, PreparedData | None]:
+    """Returns the training, calibration and evaluation examples."""
     data = recipe.data
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and data.max_length > longest:
@@ -195,11 +200,14 @@ def _prepare(
         "cache": data.cache,
     }
     train = prepare_dataset(data.train, tokenizer, packing=data.packing, limit=limit, **options)
-    if data.eval is None:
-        return train, None
+    evaluation = None
     if isinstance(data.eval, int | float):
-        return split_eval(train, data.eval, seed=recipe.seed)
-    return train, prepare_dataset(data.eval, tokenizer, packing=False, limit=limit, **options)
+        train, evaluation = split_eval(train, data.eval, seed=recipe.seed)
+    elif data.eval is not None:
+        evaluation = prepare_dataset(data.eval, tokenizer, packing=False, limit=limit, **options)
+    if data.calibration is None:
+        return train, train, evaluation
+    return train, prepare_dataset(data.calibration, tokenizer, packing=data.packing, limit=limit, **options), evaluation
 
 
 def _training_arguments(recipe: Recipe) -> TrainingArguments:

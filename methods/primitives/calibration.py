@@ -90,15 +90,19 @@ def watch_inputs(
             handle.remove()
 
 
-def run_batches(model: Any, batches: Batches | Iterator[Mapping[str, Any]]) -> Iterator[Tensor]:
-    """Yields the loss of each batch, in evaluation mode and without a cache.
+def run_batches(
+    model: Any,
+    batches: Batches | Iterator[Mapping[str, Any]],
+    loss_of: Callable[[Mapping[str, Any]], Tensor | None] | None = None,
+) -> Iterator[Tensor]:
+    """Yields the loss of each batch, in evaluation mode and without a cache: the model's own, or ``loss_of`` the batch.
 
     Raises:
         DataError: A loss is not finite.
     """
     with evaluation_mode(model):
         for number, batch in enumerate(_moved(model, batches), 1):
-            loss = model(**batch).loss
+            loss = model(**batch).loss if loss_of is None else loss_of(batch)
             if loss is None or not bool(torch.isfinite(loss)):
                 raise DataError(
                     "the loss of a calibration batch is not finite",

@@ -1,6 +1,5 @@
 """Modules whose chosen entries train: the weight stays where it is, its gradient goes to the pool of entries.
 
-The class of a module changes, as ``torch.nn.utils.parametrize`` does it: names, tensors and ``state_dict`` keys stay.
 A ``nn.Linear`` computes the entries' gradient itself, the fastest way; every other parameter (embeddings, norms,
 ``Conv1D``, the 3-D experts of a mixture) reads in a forward pass as an alias whose backward hands the dense gradient
 over and drops it. Either way no ``weight.grad`` ever exists, and one dense gradient is alive at a time.
@@ -10,7 +9,6 @@ over and drops it. Either way no ``weight.grad`` ever exists, and one dense grad
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from finetune.methods.primitives.routed_parameter import Routed, route_parameter
+
 if TYPE_CHECKING:
     from finetune.methods.primitives.entry_pool import EntryTensor
 
-__all__ = ["route_entries", "unroute_entries"]
+__all__ = ["entries_alias", "route_entries"]
 
 
 class _Alias(torch.autograd.Function):
@@ -65,29 +65,14 @@ _alias: Callable[..., Tensor] = _Alias.apply
 _linear: Callable[..., Tensor] = _Linear.apply
 
 
-class _Routed(nn.Module):
-    """What :func:`route_entries` adds to a module's class.
-
-    Attributes:
-        routed_entries: Name of a parameter of the module -> its chosen entries.
-        plain: The class that the module had.
-    """
-
-    routed_entries: dict[str, EntryTensor]
-    plain: type[nn.Module]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty, (self.plain, tuple(self.routed_entries)), self.__dict__
-
-
-class _RoutedLinear(_Routed):
+class _RoutedLinear(Routed):
     """A ``nn.Linear``: its weight need not be aliased, as the layer itself knows both factors of the gradient."""
 
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns ``x W^T + b`` in the layer's dtype, or the autocast dtype where autocast is on."""
-        entries = self.routed_entries.get("weight")
+        entries = cast("EntryTensor | None", self.routes.get("weight"))
         if entries is None or not torch.is_grad_enabled():
             return cast(Tensor, super().forward(x))
         weight, bias = cast(Tensor, self._parameters["weight"]), self.bias
@@ -97,42 +82,12 @@ class _RoutedLinear(_Routed):
         return _linear(x, weight, bias, entries.pool.token(), entries)
 
 
+def entries_alias(weight: Tensor, entries: EntryTensor) -> Tensor:
+    """Returns ``weight`` as a node of the graph that hands its dense gradient to ``entries`` and drops it."""
+    return _alias(weight, entries.pool.token(), entries)
+
+
 def route_entries(module: nn.Module, name: str, entries: EntryTensor) -> None:
     """Makes reads of the parameter ``name`` of ``module`` in a forward pass send their gradient to ``entries``."""
-    if not isinstance(module, _Routed):
-        module.routed_entries = {}  # type: ignore[assignment]
-    routed = cast(_Routed, module)
-    routed.routed_entries[name] = entries
-    plain: Any = getattr(module, "plain", type(module))
-    module.__class__ = _routed_class(plain, tuple(routed.routed_entries))
-
-
-def unroute_entries(module: nn.Module) -> None:
-    """Makes ``module`` plain again; without effect on one that is."""
-    if isinstance(module, _Routed):
-        plain = module.plain
-        del module.routed_entries
-        module.__class__ = plain  # type: ignore[assignment]
-
-
-@functools.cache
-def _routed_class(plain: Any, names: tuple[str, ...]) -> type[nn.Module]:
-    mixin = _RoutedLinear if plain is nn.Linear else _Routed
-    reads = {name: property(functools.partial(_read, name=name)) for name in names}
-    return type(f"Routed{plain.__name__}", (mixin, plain), {"plain": plain, "__module__": __name__, **reads})
-
-
-def _read(module: Any, *, name: str) -> Tensor:
-    parameter = cast(Tensor, module._parameters[name])
-    if not torch.is_grad_enabled():
-        return parameter
-    entries: EntryTensor = module.routed_entries[name]
-    alias: Any = _alias(parameter, entries.pool.token(), entries)
-    # To whoever asks, as Module.get_parameter does, it is the parameter: it has its storage.
-    alias._is_param = True
-    return cast(Tensor, alias)
-
-
-def _empty(plain: Any, names: tuple[str, ...]) -> nn.Module:
-    routed = _routed_class(plain, names)
-    return routed.__new__(routed)
+    plain = getattr(module, "plain", type(module))
+    route_parameter(module, name, entries, mixin=_RoutedLinear if plain is nn.Linear else Routed)

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from finetune.core.errors import TrainingError
 from finetune.methods.primitives.entry_gradient import BACKENDS, EntryPattern, fastest_backend
-from finetune.methods.primitives.entry_modules import route_entries, unroute_entries
+from finetune.methods.primitives.entry_modules import entries_alias, route_entries
 from finetune.methods.primitives.process_group import mean_over_processes
+from finetune.methods.primitives.routed_parameter import Holder, holders_of, unroute
+from finetune.methods.primitives.sharding import own_rows
 
 __all__ = ["PARAMETER", "EntryPool", "EntryTensor", "Observer"]
 
@@ -60,7 +61,7 @@ class EntryTensor:
 
     name: str
     pool: EntryPool
-    holders: list[tuple[nn.Module, str]]
+    holders: list[Holder]
     index: Tensor = field(init=False)
     slot: Tensor = field(init=False)
     base: Tensor = field(init=False)
@@ -97,7 +98,8 @@ class EntryTensor:
         """Writes ``values``, rounded, at flat positions; of a sharded weight each process writes its own rows."""
         weight: Tensor = self.weight
         if isinstance(weight, DTensor):
-            first, weight = _first_entry(weight), weight.to_local()
+            first = own_rows(weight).start * (weight.numel() // max(1, weight.shape[0]))
+            weight = weight.to_local()
             own = (index >= first) & (index < first + weight.numel())
             index, values = index[own] - first, values[own]
         weight.view(-1).index_put_((index,), values.to(weight.dtype))
@@ -107,6 +109,10 @@ class EntryTensor:
         order = index.argsort()
         self.index, self.slot, self.base = index[order].to(self.index), slot[order].to(self.slot), base[order]
         self._pattern = None
+
+    def alias(self, parameter: nn.Parameter) -> Tensor:
+        """Returns the weight as a node of the graph that lets the pool have its gradient."""
+        return entries_alias(parameter, self)
 
     def receive(self, gradient: Tensor) -> None:
         """Takes the dense gradient of one use of the parameter, of its shape."""
@@ -183,7 +189,7 @@ class EntryPool:
         self._gradient: Tensor | None = None
         self._token: Tensor | None = None
         self._shared: dict[EntryTensor, Tensor] = {}
-        holders = _holders(model)
+        holders = holders_of(model)
         self.tensors = {name: EntryTensor(name, self, holders[id(weight)]) for name, weight in tensors.items()}
         for entries in self.tensors.values():
             entries.backend = _backend(entries, capacity / sum(p.numel() for p in tensors.values()), backend)
@@ -325,7 +331,7 @@ class EntryPool:
             hook.remove()
         for entries in self.tensors.values():
             for module, _ in entries.holders:
-                unroute_entries(module)
+                unroute(module)
         delattr(self._model, PARAMETER)
 
     def _follow_loaded(self, model: nn.Module, incompatible: Any) -> None:
@@ -339,24 +345,8 @@ class EntryPool:
         return {**self.__dict__, "_token": None, "_gradient": None, "_shared": {}, "observer": None, "_showing": None}
 
 
-def _first_entry(weight: DTensor) -> int:
-    """Returns the flat position of the first entry of this process's rows."""
-    _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    return offset[0] * (weight.numel() // max(1, weight.shape[0]))
-
-
 def _hide(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     state.pop(f"{prefix}{PARAMETER}", None)
-
-
-def _holders(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Returns by the id of a parameter the modules that hold it, and as what."""
-    found: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                found.setdefault(id(parameter), []).append((module, name))
-    return found
 
 
 def _backend(entries: EntryTensor, density: float, wanted: str) -> str:

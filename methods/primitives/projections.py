@@ -10,8 +10,14 @@ from transformers.pytorch_utils import Conv1D
 
 __all__ = ["Kind", "Projection", "find_projections", "in_features", "out_features"]
 
-Kind = Literal["o", "down", "v", "up", "gate"]
-"""``o`` and ``down`` have a head's or channel's numbers in columns; ``v``, ``up`` and ``gate`` in rows."""
+Kind = Literal["o", "down", "q", "k", "v", "up", "gate"]
+"""``o`` and ``down`` have a head's or channel's numbers in columns; the others in rows."""
+
+
+def _attention_spellings(letter: str) -> tuple[str, ...]:
+    places = ("self_attn", "attn", "attention", "attn.attention")
+    return (*(f"{place}.{letter}_proj" for place in places), f"attention.w{letter}")
+
 
 # The spellings that transformers' causal LMs use, as whole dotted segments at the end of a module's name.
 _SPELLINGS: dict[Kind, tuple[str, ...]] = {
@@ -38,13 +44,9 @@ _SPELLINGS: dict[Kind, tuple[str, ...]] = {
         "feed_forward.w2",
         "fc2",
     ),
-    "v": (
-        "self_attn.v_proj",
-        "attn.v_proj",
-        "attention.v_proj",
-        "attn.attention.v_proj",
-        "attention.wv",
-    ),
+    "q": _attention_spellings("q"),
+    "k": _attention_spellings("k"),
+    "v": _attention_spellings("v"),
     "up": (
         "mlp.up_proj",
         "ffn.up_proj",
@@ -60,7 +62,7 @@ _SPELLINGS: dict[Kind, tuple[str, ...]] = {
 _GATE_AND_UP = ("mlp.gate_up_proj",)
 """Fused layers whose first half of the rows is the gate (Phi-3)."""
 _QUERY_KEY_VALUE = ("self_attn.qkv_proj", "attn.c_attn")
-"""Fused layers whose last rows are the values (Phi-3, GPT-2); others interleave them."""
+"""Fused layers of queries, keys and values, in this order (Phi-3, GPT-2); others interleave them."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,13 @@ def find_projections(model: nn.Module, kind: Kind) -> list[Projection]:
     found = [Projection(name, 0, width(layer)) for name, layer in named.items() if _ends_with(name, _SPELLINGS[kind])]
     if found or kind in ("o", "down"):
         return found
-    if kind == "v":
+    if kind in ("q", "k", "v"):
         config: Any = model.config
         text = config.get_text_config()
         if getattr(text, "multi_query", True) is False:
             return []  # GPT-BigCode interleaves them then
         return [
-            _values(name, out_features(layer), text)
+            _part_of_fused(name, kind, out_features(layer), text)
             for name, layer in named.items()
             if _ends_with(name, _QUERY_KEY_VALUE)
         ]
@@ -116,11 +118,12 @@ def _width(layer: Any, attribute: str, conv1d_axis: int) -> int:
     return int(getattr(layer, attribute, layer.weight.shape[1 - conv1d_axis] if layer.weight.ndim > 1 else 0))
 
 
-def _values(name: str, rows: int, config: Any) -> Projection:
+def _part_of_fused(name: str, kind: Kind, rows: int, config: Any) -> Projection:
     heads = int(config.num_attention_heads)
     key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     size = rows * key_heads // (heads + 2 * key_heads)
-    return Projection(name, rows - size, size)
+    places = {"q": (0, rows - 2 * size), "k": (rows - 2 * size, size), "v": (rows - size, size)}
+    return Projection(name, *places[kind])
 
 
 def _ends_with(name: str, endings: tuple[str, ...]) -> bool:

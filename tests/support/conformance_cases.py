@@ -18,6 +18,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "adaption_prompt": {"adapter_len": 4},
     "boft": {"boft_block_size": 4, "target_modules": ["q_proj", "v_proj"]},
     "c3a": {"block_size": 4},
+    "cofitune": {"layers": "0-1", "modules": ["q", "k", "v", "up", "down", "gate"]},
     "fourierft": {"n_frequency": 20},
     "id3": {"accumulation": "exact"},
     "lora": {"r": 4, "target_modules": "all-linear"},
