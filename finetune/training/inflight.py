@@ -62,7 +62,8 @@ class InFlightChecks(TrainerCallback):
         """Checks the gradients of the first step (F1)."""
         if self._steps:
             return
-        without = [name for name, p in self._trained.items() if p.grad is None]
+        # Of parameters that take turns, those that rest now require none.
+        without = [name for name, p in self._trained.items() if p.requires_grad and p.grad is None]
         if without:
             raise TrainingError(
                 f"{len(without)} of {len(self._trained)} trained parameters got no gradient",
@@ -154,4 +155,5 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Par
 @torch.no_grad()
 def _sample(parameter: nn.Parameter) -> Tensor:
     flat = parameter.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _VALUES_SAMPLED)].clone()
+    # In float32: what trains may get a float32 master on the way.
+    return flat[:: max(1, flat.numel() // _VALUES_SAMPLED)].float().clone()

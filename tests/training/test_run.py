@@ -112,10 +112,26 @@ def test_checkpoints_hold_what_trains_and_no_base(s2ft_run: Path) -> None:
     assert not list((s2ft_run / "checkpoint-6").glob("tokenizer*"))
 
 
-@pytest.mark.parametrize("name", ["lora", "full", "dora", "vera", "top_layers", "id3", "fish", "spiel"])
-def test_the_same_recipe_trains_with_every_method(workshop: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "float32") for name in ("lora", "full", "dora", "vera", "top_layers", "id3", "fish", "spiel")),
+        *((name, dtype) for name in ("lisa", "badam", "gradual", "cofitune") for dtype in ("float32", "bfloat16")),
+        ("spectrum", "float32"),
+    ],
+)
+def test_the_same_recipe_trains_with_every_method(workshop: Path, tmp_path: Path, name: str, dtype: str) -> None:
+    own = {"lisa": ["method.layers=1", "method.interval=2"], "badam": ["method.interval=2"]}
+    own |= {"gradual": ["method.every=2"], "cofitune": ["method.layers=0-1"], "spectrum": ["method.top_percent=50"]}
     with pytest.warns(UserWarning, match="ratio"):
-        result = train(workshop, tmp_path / "run", f"method.name={name}", "eval.tasks=[]")
+        result = train(
+            workshop,
+            tmp_path / "run",
+            f"method.name={name}",
+            f"model.dtype={dtype}",
+            "eval.tasks=[]",
+            *own.get(name, []),
+        )
     assert result.record["method"]["name"] == name
     model, _ = load_tuned(tmp_path / "run", dtype="float32", device="cpu")
     assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
