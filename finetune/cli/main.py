@@ -23,6 +23,7 @@ from finetune.cli import (
     ls,
     merge,
     scan,
+    search,
     train,
     validate,
     version,
@@ -41,6 +42,7 @@ _FREE_FORM = {"allow_extra_args": True, "ignore_unknown_options": True}
 _VERBS: dict[str, tuple[Callable[..., Any], bool]] = {
     "train": (train.train, True),
     "validate": (validate.validate, True),
+    "search": (search.search, True),
     "eval": (evaluate.evaluate, False),
     "chat": (chat.chat, False),
     "merge": (merge.merge, False),

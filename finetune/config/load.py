@@ -188,8 +188,15 @@ def _absolute_paths(data: dict[str, Any]) -> dict[str, Any]:
     for sources in (data["data"]["train"], data["data"]["eval"], data["data"]["calibration"]):
         for source in sources if isinstance(sources, list) else []:
             source["path"] = _absolute(source["path"])
-    data["eval"]["tasks"] = [_absolute(task) if isinstance(task, str) else task for task in data["eval"]["tasks"]]
+    for section, key in (("eval", "tasks"), ("search", "speciality"), ("search", "versatility")):
+        data[section][key] = [_absolute_task(task) if isinstance(task, str) else task for task in data[section][key]]
     return data
+
+
+def _absolute_task(task: str) -> str:
+    """As :func:`_absolute`, of a task file or of the data in ``KIND:DATA``."""
+    kind, separator, data = task.partition(":")
+    return f"{kind}:{_absolute(data)}" if separator else _absolute(task)
 
 
 def _absolute(path: str) -> str:

@@ -14,6 +14,7 @@ __all__ = [
     "EvalSection",
     "ModelSection",
     "Recipe",
+    "SearchSection",
     "Section",
     "Source",
     "name_methods",
@@ -142,6 +143,22 @@ class EvalSection(Section):
     before: bool = Field(default=True, description="Whether the base model is measured too, before training.")
 
 
+class SearchSection(Section):
+    """How `finetune search` finds the layers and modules that cofitune trains."""
+
+    speciality: list[str | dict[str, Any]] = Field(
+        default=[], description="Tasks that the model is to get better at, as eval.tasks; empty: those of eval."
+    )
+    versatility: list[str | dict[str, Any]] = Field(
+        default=[], description="Tasks that the model is to stay good at, as eval.tasks: general suites, or loss:DATA."
+    )
+    speciality_weight: float = Field(default=1.0, ge=0, description="Weight of speciality in the sum that decides.")
+    versatility_weight: float = Field(default=1.0, ge=0, description="Weight of versatility in it.")
+    beam: int = Field(default=1, ge=1, description="Candidates of each level that are taken apart further.")
+    max_runs: int | None = Field(default=None, ge=1, description="Most training runs; null: as many as the tree has.")
+    max_steps: int | None = Field(default=None, ge=1, description="Optimizer steps after which no run is begun.")
+
+
 def name_methods(value: Any) -> Any:
     """Returns a method section with ``{name: ...}`` for each bare name, alone or in a list."""
     if isinstance(value, list):
@@ -162,6 +179,7 @@ class Recipe(Section):
     train: dict[str, Any] = Field(default={}, description="transformers.TrainingArguments, field by field.")
     engine: EngineSection = Field(default=EngineSection(), description="Processes and devices.")
     eval: EvalSection = Field(default=EvalSection(), description="What the model is measured on.")
+    search: SearchSection = Field(default=SearchSection(), description="How `finetune search` finds what to train.")
     output_dir: str = Field(min_length=1, description="Folder of the run.")
     seed: int = Field(default=42, ge=0, description="Seed of everything random.")
     report_to: Tracker | list[Tracker] = Field(default="none", description="Trackers that get the metrics.")

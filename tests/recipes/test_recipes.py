@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,13 +37,17 @@ def test_methods_tasks_and_shipped_files_of_a_recipe_exist(name: str) -> None:
         assert discover().get(method.pop("name")).Config.model_validate(method)
     for task in recipe.get("eval", {}).get("tasks", []):
         read_task(task)
-    if recipe["data"]["train"].startswith("shipped:"):
-        assert shipped_path(recipe["data"]["train"]).is_file()
+    for task in recipe.get("search", {}).get("versatility", []):
+        assert Path(read_task(task).data).is_file()
+    for key in ("train", "calibration"):
+        if recipe["data"].get(key, "").startswith("shipped:"):
+            assert shipped_path(recipe["data"][key]).is_file()
 
 
 def test_there_is_a_recipe_for_each_method_that_the_quickstart_compares() -> None:
     methods = {"full", "top_layers", "lora", "dora", "vera", "ia3", "shira", "s2ft"}
     methods |= {name for name in discover() if issubclass(discover().get(name), SelectedEntries)}
+    methods |= {name for name in discover() if discover().get(name).family == "freezing"}
     assert {f"{method}/quickstart" for method in methods} <= set(RECIPES)
     assert all(_read(f"{method}/quickstart")["method"]["name"] == method for method in methods)
 
@@ -51,6 +56,7 @@ def test_recipes_of_the_quickstart_differ_in_method_and_rate_only() -> None:
     def rest(name: str) -> dict[str, Any]:
         recipe = _read(name)
         del recipe["method"], recipe["output_dir"], recipe["train"]["learning_rate"]
+        recipe["data"].pop("calibration", None)
         return recipe
 
     for name in RECIPES:

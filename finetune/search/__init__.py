@@ -1,0 +1,1 @@
+"""Finds which modules of which layers to train, by training them: CoFiTune's coarse level."""
