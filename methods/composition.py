@@ -66,7 +66,7 @@ class Composition(Method):
         calibration = CHOSEN_BEFORE if self._chosen_before else self._calibration
         for method in self.methods:
             if isinstance(method, WholeTensors) and method is not self.methods[-1]:
-                candidates = frozenset(method.choose(model, candidates))
+                candidates = method.narrow(model, candidates)
                 continue
             model = method.attach(model, candidates=candidates, calibration=calibration)
             method._base_fingerprint = fingerprint

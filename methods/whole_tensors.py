@@ -55,6 +55,10 @@ class WholeTensors(Method):
             TargetError: The model has not what the config asks for.
         """
 
+    def narrow(self, model: nn.Module, candidates: frozenset[str]) -> frozenset[str]:
+        """Returns what a later method may choose from, where this one only names candidates."""
+        return frozenset(self.choose(model, candidates))
+
     def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
         self._tensors = {name: model.get_parameter(name) for name in self.choose(model, candidates)}
         self._base_dtypes = {name: parameter.dtype for name, parameter in self._tensors.items()}
@@ -84,7 +88,7 @@ class WholeTensors(Method):
         """Copies the values into the trained tensors; strict."""
         import torch
 
-        require_same_shapes(self.state_dict(), state)
+        require_same_shapes(WholeTensors.state_dict(self), state)
         with torch.no_grad():
             for name, parameter in self._tensors.items():
                 parameter.copy_(state[f"{name}{VALUE}"])
@@ -115,7 +119,8 @@ class WholeTensors(Method):
             kind = name.removesuffix(".weight").rpartition(".")[2]
             sizes[kind] = sizes.get(kind, 0) + parameter.numel()
         parts = ", ".join(f"{kind} {size:,}" for kind, size in sizes.items())
-        return (f"{len(self._tensors)} whole tensors ({parts})", *self._notes())
+        whole = (f"{len(self._tensors)} whole tensors ({parts})",) if self._tensors else ()
+        return (*whole, *self._notes())
 
     def _notes(self) -> tuple[str, ...]:
         tied = [name for name, parameter in self._tensors.items() if self._tied and parameter is _embedding(self.model)]

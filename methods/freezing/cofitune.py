@@ -192,9 +192,8 @@ class CoFiTune(Method):
     def _chosen(self) -> tuple[str, ...]:
         blocks = sorted({rows.block for rows in self._projections})
         what = f"{', '.join(self.config.modules)} of layers {blocks[0]} to {blocks[-1]}"
-        factors = [
-            rows.scale for name, rows in self._rows.items() if name.endswith("weight") and rows.scale is not None
-        ]
+        weights = (rows for name, rows in self._rows.items() if name.endswith("weight"))
+        factors = [rows.scale for rows in weights if rows.scale is not None and not rows.scale.is_meta]
         if not factors:
             return (what,)
         import torch

@@ -20,7 +20,7 @@ from torch import nn
 from finetune.core.errors import ConfigError, TargetError, list_choices, nearest
 from finetune.methods.primitives.blocks import find_blocks
 
-__all__ = ["KINDS", "layer_range", "match_parameters", "parameter_kinds"]
+__all__ = ["KINDS", "all_names", "layer_range", "match_parameters", "parameter_kinds"]
 
 KINDS = ("attn", "mlp", "norm", "embed", "head", "bias", "router", "experts")
 
@@ -41,11 +41,11 @@ def match_parameters(
         TargetError: A pattern matches nothing.
     """
     names = list(names)
-    aliases = _aliases(model)
+    aliases = all_names(model)
     found = {}
     for pattern in patterns:
         fits = _matcher(model, pattern, where)
-        matches = tuple(name for name in names if any(fits(alias) for alias in aliases.get(name, (name,))))
+        matches = tuple(name for name in names if any(fits(alias) for alias in aliases[name]))
         if not matches:
             raise _no_match(pattern, names, where)
         found[pattern] = matches
@@ -151,12 +151,12 @@ def _translated(pattern: str) -> str:
     )
 
 
-def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Returns by name of a shared parameter all its names."""
+def all_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Returns by the first name of a parameter all its names: a shared one has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return {every[0]: tuple(every) for every in names.values() if len(every) > 1}
+    return {every[0]: tuple(every) for every in names.values()}
 
 
 def _no_match(pattern: str, names: Sequence[str], where: str) -> TargetError:

@@ -74,7 +74,7 @@ class TrainedRows:
         self.index = None if index is None else index.to(weight.device)
         self.scale = None if scale is None else scale.to(weight.device)
         self.base = self._select(weight).clone()
-        start = torch.zeros_like(self.base, dtype=torch.float32) if to_base else self.base.float()
+        start = torch.zeros_like(self.base, dtype=torch.float32) if to_base else self.base.to(torch.float32, copy=True)
         module, leaf = self.holders[0]
         module.register_parameter(f"{leaf}_rows", nn.Parameter(start))
         for holder, own in self.holders:

@@ -20,6 +20,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "c3a": {"block_size": 4},
     "cofitune": {"layers": "0-1", "modules": ["q", "k", "v", "up", "down", "gate"]},
     "fourierft": {"n_frequency": 20},
+    "freeze": {"train": ["layers:0", "model.layers.1.mlp.up_proj.weight[8:24]", "norm"], "freeze": ["**.k_proj"]},
     "id3": {"accumulation": "exact"},
     "lora": {"r": 4, "target_modules": "all-linear"},
     "miss": {"r": 4},
