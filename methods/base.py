@@ -65,6 +65,13 @@ class MethodSummary:
         return self.trained / self.total
 
 
+class _Owned(list["Method"]):
+    """Keeps methods alive for as long as their model; a copy of the model is attached to none."""
+
+    def __reduce__(self) -> tuple[type[_Owned], tuple[()]]:
+        return _Owned, ()
+
+
 class Method(ABC):
     """A way to fine-tune: :meth:`attach` it to a model, train the model with anything, :meth:`save` what was learned.
 
@@ -170,6 +177,8 @@ class Method(ABC):
             self.load(learned)
         if not self.trained_parameters():
             raise TrainingError(f"method {self.name!r} leaves nothing to train in this model", fix="widen its targets")
+        # Whoever keeps only the model trains all the same.
+        self._model.__dict__.setdefault("_methods", _Owned()).append(self)
         return self._model
 
     def _require_calibration(self, model: nn.Module, calibration: Calibration | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from contextlib import nullcontext
 from pathlib import Path
@@ -93,6 +94,13 @@ class TestEveryMethod:
         for key, tensor in base_weights(model).items():
             if key in own and key not in touched and tensor.shape == own[key].shape:
                 assert torch.equal(tensor, own[key]), key
+
+    def test_trains_where_only_the_model_is_kept(self, name: str) -> None:
+        model = attached(name)[1]
+        gc.collect()
+        before = logits(model)
+        train(model, 3)
+        assert not torch.equal(logits(model), before)
 
     def test_saves_little_and_loads_bit_for_bit(self, name: str, tmp_path: Path) -> None:
         method, model, base = attached(name)
