@@ -3,8 +3,8 @@
 LoRA adapts all linear layers with r = 8, no dropout; ``lora_default`` keeps the adapters in float32, as PEFT does,
 ``lora_compute`` in the dtype of the model: in float32 they are the same. ``s2ft`` and ``random`` have their defaults
 (1 % of the block weights), ``s2ft_fused`` the fused feed-forward block besides, ``id3`` a budget of 0.1 %,
-``id3_every_10`` the same unmasked at every tenth step; ``full`` trains the weights as they are. All have the same batch
-and lean loss.
+``id3_every_10`` the same unmasked at every tenth step; ``full`` trains the weights as they are, ``top_layers``
+the upper half of the layers so. All have the same batch and lean loss.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "id3_every_10": {"budget": 0.001, "select_every": 10},
     "random": {},
     "full": {"trainable_dtype": "base"},
+    "top_layers": {"count": 0.5, "trainable_dtype": "base"},
 }
 _SCHEDULE = 1000
 """Steps of the run that a few are measured of."""
@@ -53,6 +54,7 @@ def build(name: str, dtype: str, rows: int, length: int) -> Variant:
     import torch
 
     import finetune
+    from finetune.methods import discover
     from finetune.models import load_model
     from finetune.training.loss import LeanLoss
 
@@ -64,10 +66,9 @@ def build(name: str, dtype: str, rows: int, length: int) -> Variant:
         config = LoraConfig(task_type="CAUSAL_LM", **_LORA)
         model = get_peft_model(model, config, autocast_adapter_dtype=name == "lora_default")
     else:
-        method = finetune.method(name.partition("_")[0], **_SETTINGS[name])
+        method = finetune.method(name if name in discover() else name.partition("_")[0], **_SETTINGS[name])
         model = method.attach(model)
         method.bind(total_steps=_SCHEDULE)
-        model.method = method  # its hooks live as long as it does
     LeanLoss(model)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -14,25 +14,42 @@ from torch import Tensor
 
 from finetune.core.errors import TargetError
 
-__all__ = ["Threshold", "noise_edge", "noise_median", "require_scorable", "signal_to_noise", "singular_values"]
+__all__ = [
+    "Threshold",
+    "gram_matrix",
+    "noise_edge",
+    "noise_median",
+    "require_scorable",
+    "roots_of_gram",
+    "signal_to_noise",
+    "singular_values",
+]
 
 Threshold = Literal["spectrum", "median"]
 
 _QUARTILES_OF_NORMAL = 1.349
 """Distance of the quartiles of a normal distribution, in standard deviations."""
-_CHUNK = 1 << 22
+_CHUNK = 1 << 20
 """Entries that are widened at a time."""
 
 
 def singular_values(matrix: Tensor, *, precise: bool = False) -> Tensor:
     """Returns the singular values of a matrix (n, m), float64 ascending (min(n, m),).
 
-    Besides the matrix, memory holds two p x p matrices, p = min(n, m): nothing of its size is copied.
-
     Args:
         matrix: In any floating dtype.
-        precise: Whether the products are formed in float64. Float32 loses values below some 3e-4 of the largest, which
-            matter only where two scores are nearly equal.
+        precise: See :func:`gram_matrix`.
+    """
+    return roots_of_gram(gram_matrix(matrix, precise=precise))
+
+
+def gram_matrix(matrix: Tensor, *, precise: bool = False) -> Tensor:
+    """Returns the smaller of a matrix's two products with itself (p, p), p = min(n, m); nothing of its size is copied.
+
+    Args:
+        matrix: In any floating dtype (n, m).
+        precise: Whether the product is formed in float64. Float32 loses singular values below some 3e-4 of the largest,
+            which matter only where two scores are nearly equal.
     """
     long = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.t()
     dtype = torch.float64 if precise else torch.float32
@@ -41,6 +58,11 @@ def singular_values(matrix: Tensor, *, precise: bool = False) -> Tensor:
     for start in range(0, long.shape[0], rows):
         wide = long[start : start + rows].to(dtype)
         gram.addmm_(wide.t(), wide)
+    return gram
+
+
+def roots_of_gram(gram: Tensor) -> Tensor:
+    """Returns the singular values of the matrix whose product with itself is ``gram``, float64 ascending (p,)."""
     squares: Tensor = torch.linalg.eigvalsh(gram)
     return squares.clamp_(min=0).sqrt_().double()
 
@@ -107,7 +129,8 @@ def require_scorable(name: str, matrix: Tensor) -> None:
     Raises:
         TargetError: It is zero, or holds values that are not finite.
     """
-    largest = float(matrix.abs().amax())
+    low, high = (float(end) for end in matrix.aminmax())
+    largest = max(-low, high) if math.isfinite(low + high) else math.inf
     if largest == 0 or not math.isfinite(largest):
         raise TargetError(
             "a weight has no signal-to-noise ratio",

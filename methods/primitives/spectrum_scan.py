@@ -14,7 +14,13 @@ from torch import Tensor
 
 from finetune.core.files import cache_folder, read_cached, write_json
 from finetune.methods.primitives.module_types import ranked
-from finetune.methods.primitives.signal_to_noise import Threshold, require_scorable, signal_to_noise, singular_values
+from finetune.methods.primitives.signal_to_noise import (
+    Threshold,
+    gram_matrix,
+    require_scorable,
+    roots_of_gram,
+    signal_to_noise,
+)
 
 __all__ = ["cached_scan", "scan_weights"]
 
@@ -47,11 +53,14 @@ def scan_weights(
     def score(name: str, *, precise: bool) -> float:
         weight = weights[name]()
         require_scorable(name, weight)
-        slices = [weight] if weight.ndim == 2 else list(weight)
-        found = [
-            signal_to_noise(singular_values(part, precise=precise), part.shape[0], part.shape[1], threshold)
-            for part in slices
-        ]
+        rows, columns = weight.shape[-2:]
+        slices = list(weight) if weight.ndim == 3 else [weight]
+        del weight
+        found = []
+        while slices:
+            # A matrix is gone before its eigenvalues are computed, which takes two of its product's size.
+            gram = gram_matrix(slices.pop(), precise=precise)
+            found.append(signal_to_noise(roots_of_gram(gram), rows, columns, threshold))
         finite = [value for value in found if math.isfinite(value)]
         return sum(finite) / len(finite) if finite else math.inf
 

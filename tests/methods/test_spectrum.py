@@ -12,7 +12,13 @@ import torch
 import finetune
 from finetune.core.errors import ConfigError, TargetError
 from finetune.methods.primitives.module_types import module_type, ranked, share_of
-from finetune.methods.primitives.signal_to_noise import noise_edge, noise_median, signal_to_noise, singular_values
+from finetune.methods.primitives.signal_to_noise import (
+    gram_matrix,
+    noise_edge,
+    noise_median,
+    signal_to_noise,
+    singular_values,
+)
 from finetune.methods.primitives.spectrum_files import published_name, read_scores, write_scores, write_unfrozen
 from finetune.methods.primitives.spectrum_scan import cached_scan, scan_weights
 from finetune.scan.run import scan_model
@@ -83,9 +89,9 @@ def test_nearly_equal_scores_are_formed_again_in_float64(monkeypatch: pytest.Mon
 
     def watched(matrix: torch.Tensor, *, precise: bool = False) -> torch.Tensor:
         asked.append(precise)
-        return singular_values(matrix, precise=precise)
+        return gram_matrix(matrix, precise=precise)
 
-    monkeypatch.setattr(spectrum_scan, "singular_values", watched)
+    monkeypatch.setattr(spectrum_scan, "gram_matrix", watched)
     first = torch.randn(16, 24, generator=torch.Generator().manual_seed(0))
     weights = {"layers.0.up": first, "layers.1.up": first * (1 + 1e-5), "layers.2.up": first * 3}
     scores = scan_weights({name: (lambda weight=weight: weight) for name, weight in weights.items()})
