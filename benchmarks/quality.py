@@ -64,6 +64,8 @@ SETUPS = {
     "spectrum_median_25": Setup("spectrum", 1e-4, {"top_percent": 25, "threshold": "median"}),
     "spectrum_random_25": Setup("spectrum", 1e-4, {"top_percent": 25, "order": "random"}, seeded=True),
     "top_layers_half": Setup("top_layers", 1e-4, {"count": 0.5}),
+    # Up and down projections of the second quarter, unmasked.
+    "cofitune": Setup("cofitune", 1e-4, {"soft_mask": False}),
     # A run of 30 steps draws six times.
     "lisa": Setup("lisa", 1e-4, {"layers": 2, "interval": 5}, seeded=True),
 }
