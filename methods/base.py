@@ -264,6 +264,9 @@ class Method(ABC):
             fix="finetune merge RUN OUT",
         )
 
+    def draw(self, folder: Path) -> None:  # noqa: B027 - most methods have nothing to show
+        """Writes pictures of what was chosen, and why, into ``folder``; a run's page shows them by their file names."""
+
     def callbacks(self) -> list[TrainerCallback]:
         """Returns what stock ``transformers.Trainer`` needs for exact small checkpoints: one callback."""
         from finetune.methods.callback import MethodCallback

@@ -117,6 +117,11 @@ class Composition(Method):
         """Exports the member that holds the whole update: the first that is attached."""
         self._attached[0].export_adapter(folder)
 
+    def draw(self, folder: Path) -> None:
+        """Lets each member draw, those that only name candidates too."""
+        for method in self.methods:
+            method.draw(folder)
+
     def callbacks(self) -> list[TrainerCallback]:
         """Returns one callback for the state of all members, and what else the members need."""
         from finetune.methods.callback import MethodCallback

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,6 +60,7 @@ def write_report(run: Path) -> Path:
         samples=compare_samples(record),
         # Drawn by us from numbers; every other text on the page is escaped.
         curves=[(curve.title, Markup(draw_svg(series))) for curve, series in drawn if series],
+        pictures=_pictures(run),
         memory=_memory(record),
         facts=_facts(record),
         chosen=[str(line) for line in lookup(record, "method.chosen", [])],
@@ -70,6 +72,13 @@ def write_report(run: Path) -> Path:
     path = run / "report.html"
     write_text(path, page)
     return path
+
+
+def _pictures(run: Path) -> list[tuple[str, str]]:
+    """Returns title and base64 content of the pictures that the method has drawn: those that are no curves."""
+    curves = {curve.name for curve in CURVES}
+    files = sorted(file for file in (run / "plots").glob("*.png") if file.stem not in curves)
+    return [(file.stem.replace("_", " "), base64.b64encode(file.read_bytes()).decode()) for file in files]
 
 
 def _render(template: str, **context: Any) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.core.errors import TargetError
+from finetune.methods.primitives.heat_map import write_heat_map
 from finetune.methods.primitives.module_types import ranked, share_of
 from finetune.methods.primitives.signal_to_noise import Threshold
 from finetune.methods.primitives.spectrum_files import published_name, write_scores, write_unfrozen
 from finetune.methods.primitives.spectrum_scan import cached_scan
-from finetune.scan.heat_map import write_heat_map
 from finetune.scan.weight_files import weight_readers
 
 if TYPE_CHECKING:

@@ -179,6 +179,7 @@ class _Run:
             write_text(self.run / "dropped.jsonl", "\n".join(dropped) + "\n")
         examples = [self.plan.train.example(i) for i in range(min(8, len(self.plan.train.dataset)))]
         write_text(self.run / "samples.txt", "\n\n".join(examples) + "\n")
+        self.plan.method.draw(self.run / "plots")
 
     def _train_and_finish(self, model: Any, record: RunRecord) -> RunResult:
         started = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -90,11 +91,11 @@ class Spectrum(WholeTensors):
                 want="a transformer whose layers are a list of modules",
             )
         ranking = self._ranking(model, matrices)
-        chosen = [
-            name
-            for names in ranking.values()
-            for name in names[: share_of(len(names), self.config.top_percent, self.config.rounding)]
-        ]
+        self._by_type = {
+            kind: names[: share_of(len(names), self.config.top_percent, self.config.rounding)]
+            for kind, names in ranking.items()
+        }
+        chosen = [name for names in self._by_type.values() for name in names]
         self._ranked = {kind: len(names) for kind, names in ranking.items()}
         also = self._also(kinds)
         if not chosen and not also:
@@ -122,11 +123,21 @@ class Spectrum(WholeTensors):
 
         from finetune.methods.primitives.module_types import by_type, ranked
 
+        self._found: dict[str, float] = {}
         if self.config.order == "random":
             generator = random.Random(self.config.seed)
             return {kind: generator.sample(names, len(names)) for kind, names in by_type(matrices).items()}
-        ranking = ranked(self._scores(model, matrices))
+        self._found = self._scores(model, matrices)
+        ranking = ranked(self._found)
         return ranking if self.config.order == "top" else {kind: names[::-1] for kind, names in ranking.items()}
+
+    def draw(self, folder: Path) -> None:
+        """Writes a heat map of the scores, what trains framed; nothing of a random order, which looks at none."""
+        from finetune.methods.primitives.heat_map import write_heat_map
+
+        if self._found:
+            title = f"{self.config.threshold} threshold; colour: rank within the type; framed: trains"
+            write_heat_map(folder / "signal_to_noise_ratios.png", self._found, self._by_type, title=title)
 
     def _scores(self, model: nn.Module, matrices: dict[str, nn.Parameter]) -> dict[str, float]:
         from tqdm import tqdm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -266,3 +267,12 @@ def test_packing_and_activation_checkpointing_train(workshop: Path, tmp_path: Pa
         "eval.tasks=[]",
     )
     assert result.status == "completed"
+
+
+def test_the_page_of_a_spectrum_run_shows_the_ranking(workshop: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="ratio"):
+        train(workshop, tmp_path / "run", "method.name=spectrum", "method.top_percent=50", "eval.tasks=[]")
+    picture = tmp_path / "run" / "plots" / "signal_to_noise_ratios.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}" in page
