@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from finetune.core.errors import CheckpointError
+from finetune.core.errors import CapabilityError, CheckpointError
 from finetune.methods.state import has_method_state
 
 if TYPE_CHECKING:
@@ -58,9 +58,16 @@ class MethodCallback(EarlyStop):
         """Tells the method how long the run is, and restores the state that belongs to the step to go on from.
 
         Raises:
+            CapabilityError: The method cannot work under DeepSpeed.
             CheckpointError: Neither the output folder nor ``args.resume_from_checkpoint`` holds the state.
         """
         super().on_train_begin(args, state, control, **kwargs)
+        if args.deepspeed is not None and self.method.takes_turns:
+            raise CapabilityError(
+                f"{self.method.name} lets parameters take turns, and DeepSpeed keeps the state of all of them",
+                where="train.deepspeed",
+                fix="one process or DistributedDataParallel, or a method whose set stays",
+            )
         self.method.bind(total_steps=state.max_steps)
         if state.global_step == 0:
             return

@@ -41,6 +41,7 @@ class Composition(Method):
         self.name = "+".join(method.name for method in methods)  # type: ignore[misc]
         self.paper = methods[-1].paper  # type: ignore[misc]
         self.kind: Kind = methods[-1].kind  # type: ignore[misc]
+        self.takes_turns = methods[-1].takes_turns  # type: ignore[misc]
 
     @property
     def _attached(self) -> list[Method]:

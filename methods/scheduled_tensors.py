@@ -51,6 +51,7 @@ class ScheduledTensors(WholeTensors):
     been active.
     """
 
+    takes_turns: ClassVar[bool] = True
     Config: ClassVar[type[MethodConfig]] = ScheduledTensorsConfig
     config: ScheduledTensorsConfig
 

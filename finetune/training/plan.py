@@ -141,7 +141,7 @@ def make_plan(recipe: Recipe, *, meta: bool = False, limit: int | None = None) -
     config = load_config(section.name_or_path, **source)
     _check_quantised(config, method)
     tokenizer = load_tokenizer(section.name_or_path, chat_template=recipe.data.chat_template, **source)
-    arguments = _training_arguments(recipe)
+    arguments = _training_arguments(recipe, method)
     text_config = config.get_text_config()
     train, calibration, evaluation = _prepare(recipe, tokenizer, text_config, limit)
     _check_batches(train, arguments)
@@ -210,8 +210,9 @@ def _prepare(
     return train, prepare_dataset(data.calibration, tokenizer, packing=data.packing, limit=limit, **options), evaluation
 
 
-def _training_arguments(recipe: Recipe) -> TrainingArguments:
-    given = {**_DEFAULTS, **recipe.train}
+def _training_arguments(recipe: Recipe, method: Method) -> TrainingArguments:
+    # Where the same parameters train at every step, looking for unused ones would walk the graph for nothing.
+    given = {**_DEFAULTS, "ddp_find_unused_parameters": method.takes_turns, **recipe.train}
     if recipe.data.eval is not None:
         given.setdefault("eval_strategy", "epoch")
     on_cpu = resolve_device(recipe.model.device).type == "cpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,31 @@ class TestListsForOtherTrainers:
                 attach(unfrozen_parameters=str(tmp_path / "list.yaml"))
         with pytest.raises(ConfigError, match="cannot be read"):
             attach(unfrozen_parameters=str(tmp_path / "absent.yaml"))
+
+
+def test_a_frozen_half_below_halves_what_the_layers_keep_for_the_backward_pass() -> None:
+    def kept(**config: Any) -> int:
+        method, model = attach(tiny_llama(layers=8), **config)
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        alive: list[weakref.ref[Any]] = []
+
+        class Kept:
+            def __init__(self, tensor: torch.Tensor) -> None:
+                self.tensor = tensor
+                if tensor.untyped_storage().data_ptr() not in own:
+                    alive.append(weakref.ref(self))
+
+        # What is packed for a graph that is thrown away at once is gone when the forward pass ends.
+        with torch.autograd.graph.saved_tensors_hooks(Kept, lambda one: one.tensor):
+            loss = model(input_ids=token_batch(2, 64), labels=token_batch(2, 64)).loss
+        storages = {one.tensor.untyped_storage().data_ptr(): one.tensor for ref in alive if (one := ref()) is not None}
+        assert loss.requires_grad
+        del method
+        return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+    nothing = kept(train=["model.norm"])  # the head's part
+    everything, half = (kept(train=[layers, "model.norm"]) - nothing for layers in ("layers:0-7", "layers:4-7"))
+    assert half / everything == pytest.approx(0.5, abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +139,20 @@ def test_the_same_recipe_trains_with_every_method(workshop: Path, tmp_path: Path
     assert result.record["method"]["name"] == name
     model, _ = load_tuned(tmp_path / "run", dtype="float32", device="cpu")
     assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
+
+
+@pytest.mark.integration
+@pytest.mark.multi_process
+@pytest.mark.parametrize("method", ["{name: lisa, layers: 1, interval: 2}", "top_layers"])
+def test_a_recipe_trains_in_two_processes(workshop: Path, tmp_path: Path, method: str) -> None:
+    recipe = [str(workshop / "recipe.yaml"), f"output_dir={tmp_path / 'run'}", f"method={method}", "eval.tasks=[]"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "finetune", "train", *recipe, "--nproc", "2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "find_unused_parameters" not in done.stderr  # torch warns of what is not needed
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "completed"
+    load_tuned(tmp_path / "run", dtype="float32", device="cpu")
 
 
 def test_a_tuned_model_is_merged_exported_and_asked(s2ft_run: Path, tmp_path: Path) -> None:
