@@ -39,6 +39,10 @@ def _training_data_exist(recipe: Recipe, given: Given) -> Problem | None:
     return _first_missing(recipe.data.train, "data.train", given)
 
 
+def _calibration_data_exist(recipe: Recipe, given: Given) -> Problem | None:
+    return _first_missing(recipe.data.calibration or [], "data.calibration", given)
+
+
 def _held_out_data_exist(recipe: Recipe, given: Given) -> Problem | None:
     return _first_missing(recipe.data.eval, "data.eval", given) if isinstance(recipe.data.eval, list) else None
 
@@ -124,6 +128,7 @@ RULES: tuple[Rule, ...] = (
     _model_file_exists,
     _training_data_exist,
     _held_out_data_exist,
+    _calibration_data_exist,
     _template_exists,
     _one_precision,
     _held_out_rows_for_evaluation,

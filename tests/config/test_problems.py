@@ -160,6 +160,7 @@ def test_training_arguments_are_those_of_the_installed_transformers() -> None:
         (["data.train=[shipped:quickstart/train.jsonl, rows.csv]"], "data.train.1.path", "no file"),
         (["data.train=shipped:quickstart/trian.jsonl"], "data.train.0.path", "ships no file"),
         (["data.eval=rows.parquet"], "data.eval", "no file"),
+        (["data.calibration=rows.parquet"], "data.calibration", "no file"),
         (["data.chat_template=mine.jinja"], "data.chat_template", "no file"),
         (["model.name_or_path=./model"], "model.name_or_path", "no file"),
         (["model.name_or_path=model.gguf"], "model.name_or_path", "no file"),
