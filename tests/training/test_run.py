@@ -141,6 +141,20 @@ def test_the_same_recipe_trains_with_every_method(workshop: Path, tmp_path: Path
     assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
 
 
+def test_methods_choose_by_the_calibration_rows(workshop: Path, tmp_path: Path) -> None:
+    from finetune.config.load import load_recipe
+    from finetune.training.plan import make_plan
+
+    rows = [{"prompt": f"generally {i}", "completion": "fine"} for i in range(6)]
+    (tmp_path / "general.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = ["method={name: cofitune, layers: '0', calibration: 5}", f"data.calibration={tmp_path}/general.jsonl"]
+    for given, word, count in ((overrides, "generally", 5), (overrides[:1], "say", 5)):
+        plan = make_plan(load_recipe([str(workshop / "recipe.yaml")], given).recipe)
+        texts = [plan.tokenizer.decode(row) for batch in plan._calibration() for row in batch["input_ids"]]
+        assert len(texts) == count
+        assert all(word in text for text in texts)
+
+
 @pytest.mark.integration
 @pytest.mark.multi_process
 @pytest.mark.parametrize("method", ["{name: lisa, layers: 1, interval: 2}", "top_layers"])
