@@ -307,3 +307,19 @@ def test_the_page_of_a_spectrum_run_shows_the_ranking(workshop: Path, tmp_path: 
     assert picture.read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "run" / "report.html").read_text()
     assert f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}" in page
+
+
+def test_a_checkpoint_that_lacks_a_part_of_what_was_trained_stops_the_run(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from finetune.core.learned_state import write_learned_state
+    from finetune.methods.selective.s2ft import S2FT
+
+    def incomplete(self: Any, folder: Path) -> None:
+        state = self.state_dict()
+        write_learned_state(folder, dict(list(state.items())[:3]), self.metadata())
+
+    monkeypatch.setattr(S2FT, "save", incomplete)
+    with pytest.raises(CheckpointError, match="less than what was trained"):
+        train(workshop, tmp_path / "run", "eval.tasks=[]")
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
