@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["PeftTuner"]
+__all__ = ["PeftTuner", "refusals"]
 
 _ALL_LINEAR = "all-linear"
 _MODULE_PATTERNS = ("target_modules", "feedforward_modules", "modules_to_save")
@@ -74,14 +74,20 @@ class PeftTuner(Method):
                 )
         self._peft_config({})
 
+    def _peft_type(self) -> Any:
+        """Returns what PEFT calls the tuner."""
+        from peft import PeftType
+
+        return PeftType(self.source.name.upper())
+
     def _peft_config(self, found: Mapping[str, Any]) -> Any:
         """Returns PEFT's config from the fields that were given, ours where PEFT has no default, and ``found``."""
-        from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftType
+        from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
         ours = self.config.model_fields_set | self.defaults.keys()
         given = {name: value for name, value in self.config if name in ours}
-        with _refusals(self.name):
-            config_class = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(self.source.name.upper())]
+        with refusals(self.name):
+            config_class = PEFT_TYPE_TO_CONFIG_MAPPING[self._peft_type()]
             return config_class(task_type="CAUSAL_LM", **{**given, **self.fixed, **found})
 
     def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
@@ -91,7 +97,7 @@ class PeftTuner(Method):
 
         self._base_dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         config = self._peft_config(self._found_in(model, candidates))
-        with _refusals(self.name):
+        with refusals(self.name):
             adapted = cast("nn.Module", get_peft_model(cast(Any, model), config))
         # PEFT keeps most adapters in float32, but not those that are copies of the base's own weights.
         narrow = widen(parameter for parameter in adapted.parameters() if parameter.requires_grad)
@@ -100,7 +106,6 @@ class PeftTuner(Method):
 
     def _found_in(self, model: Any, candidates: frozenset[str]) -> dict[str, Any]:
         """Checks the patterns against ``model`` and returns the fields that depend on it."""
-        from peft import PeftType
         from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
         fields = type(self.config).model_fields
@@ -115,7 +120,7 @@ class PeftTuner(Method):
                 raise CapabilityError(f"{self.name} adds to the model as a whole, so nothing can narrow it")
             return {}
         targets = getattr(self.config, "target_modules", None)
-        mapping = getattr(PEFT_TYPE_TO_TUNER_MAPPING[PeftType(self.source.name.upper())], "target_module_mapping", {})
+        mapping = getattr(PEFT_TYPE_TO_TUNER_MAPPING[self._peft_type()], "target_module_mapping", {})
         # A tuner with an empty mapping finds its own targets.
         if targets is None and mapping:
             targets = mapping.get(model.config.model_type) or (_ALL_LINEAR if self.all_linear else None)
@@ -203,7 +208,7 @@ class PeftTuner(Method):
 
 
 @contextlib.contextmanager
-def _refusals(name: str) -> Iterator[None]:
+def refusals(name: str) -> Iterator[None]:
     """Says in our words what PEFT refuses in its own."""
     try:
         yield

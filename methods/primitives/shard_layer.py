@@ -1,0 +1,246 @@
+"""A linear layer with a low-rank update whose factors are gathered from pools that layers share.
+
+``A = reshape(SA[I_A], (r, a))``, ``B^T = reshape(SB[I_B], (r, b))`` and ``y = base(x) + s ((x A^T) * m) B^T``, where m
+is a frozen factor per rank in some plans and one in others (MoS, arXiv 2410.00938, section 3).
+"""
+
+# Legend: T tokens (all leading dimensions), a in_features, b out_features, r rank
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from peft.tuners._buffer_dict import BufferDict
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from finetune.core.errors import TrainingError
+from finetune.methods.primitives.process_group import processes
+from finetune.methods.primitives.projections import in_features, out_features
+
+__all__ = ["LinearShards", "unused_shards"]
+
+_BASE = "__base__"
+"""What PEFT calls no adapter in a list of adapters per row."""
+
+
+class _Pools(MutableMapping[str, nn.Parameter]):
+    """One factor's pool of a layer's group, by adapter, as PEFT expects it on the layer; the tuner owns it."""
+
+    def __init__(self, owned: Any, groups: dict[str, str]) -> None:
+        self._owned, self._groups = owned, groups
+
+    def __getitem__(self, adapter: str) -> nn.Parameter:
+        return cast(nn.Parameter, self._owned[adapter][self._groups[adapter]])
+
+    def __setitem__(self, adapter: str, pool: nn.Parameter) -> None:
+        self._owned[adapter][self._groups[adapter]] = pool
+
+    def __delitem__(self, adapter: str) -> None:
+        del self._owned[adapter][self._groups[adapter]]
+        if not self._owned[adapter]:
+            del self._owned[adapter]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, group in self._groups.items() if name in self._owned and group in self._owned[name])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class LinearShards(nn.Module, BaseTunerLayer):
+    """Wraps a ``nn.Linear`` or ``Conv1D``.
+
+    Attributes:
+        base_layer: The layer.
+        shards_index_a: Adapter -> rows of the pool of the first factor, int32 (r * shards,).
+        shards_index_b: Adapter -> those of the second.
+        shards_factors: Adapter -> frozen factor of each rank, float32 (r,); only where a plan has them.
+    """
+
+    adapter_layer_names = ("shards_pool_a", "shards_pool_b")
+    other_param_names = (
+        "shards_index_a",
+        "shards_index_b",
+        "shards_factors",
+        "shards_dropout",
+        "shards_groups",
+        "r",
+        "scaling",
+    )
+
+    def __init__(self, base_layer: nn.Module, owner: Any) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        # In a tuple, the tuner is no submodule of its own layer.
+        self._owner = (owner,)
+        self._disable_adapters = False
+        self.merged_adapters = []
+        self.r: dict[str, int] = {}
+        self.scaling: dict[str, float] = {}
+        self.shards_groups: dict[str, str] = {}
+        self.shards_dropout = nn.ModuleDict({})
+        self.shards_index_a, self.shards_index_b = BufferDict(persistent=True), BufferDict(persistent=True)
+        self.shards_factors = BufferDict(persistent=True)
+        layer = self.get_base_layer()
+        self.in_features, self.out_features = in_features(layer), out_features(layer)
+
+    @property
+    def shards_pool_a(self) -> _Pools:
+        """The pool of the first factor, by adapter: float32 (rows, a / shards)."""
+        return _Pools(self._owner[0].shards_pool_a, self.shards_groups)
+
+    @property
+    def shards_pool_b(self) -> _Pools:
+        """The pool of the second factor, by adapter: float32 (rows, b / shards)."""
+        return _Pools(self._owner[0].shards_pool_b, self.shards_groups)
+
+    def update_layer(
+        self,
+        adapter: str,
+        group: str,
+        index_a: Tensor,
+        index_b: Tensor,
+        *,
+        factors: Tensor | None,
+        alpha: float,
+        dropout: float,
+        inference_mode: bool,
+    ) -> None:
+        """Adds an adapter whose pools the tuner has made.
+
+        Args:
+            adapter: Its name.
+            group: The group of layers that share the pools.
+            index_a: Rows of the first factor's pool, int32 (r, shards).
+            index_b: Rows of the second's.
+            factors: Frozen factor of each rank, float32 (r,), or None.
+            alpha: The update is multiplied by ``alpha / r``.
+            dropout: Of the adapter's input.
+            inference_mode: Whether nothing of it trains.
+        """
+        device = next(self.get_base_layer().parameters()).device
+        self.shards_groups[adapter] = group
+        self.r[adapter], self.scaling[adapter] = index_a.shape[0], alpha / index_a.shape[0]
+        self.shards_index_a[adapter], self.shards_index_b[adapter] = (
+            index.reshape(-1).to(device) for index in (index_a, index_b)
+        )
+        if factors is not None:
+            self.shards_factors[adapter] = factors.to(device)
+        self.shards_dropout[adapter] = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.set_adapter(self.active_adapters, inference_mode=inference_mode)
+
+    def factors(self, adapter: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns A (r, a) and B^T (r, b) of an adapter in ``dtype``: gathered as float32, cast once."""
+        r = self.r[adapter]
+        pairs = (
+            (self.shards_index_a[adapter], self.shards_pool_a[adapter]),
+            (self.shards_index_b[adapter], self.shards_pool_b[adapter]),
+        )
+        first, second = (
+            F.embedding(index, pool).view(r, -1).to(device=index.device, dtype=dtype) for index, pool in pairs
+        )
+        return first, second
+
+    def forward(self, x: Tensor, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any) -> Tensor:
+        """Returns the base layer's output with the updates of the active adapters, or of each row's own adapter."""
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        y: Tensor = self.base_layer(x, *args, **kwargs)
+        if self.disable_adapters or self.merged:
+            return y
+        if adapter_names is not None:
+            return self._mixed(x, y, adapter_names)
+        for adapter in self.active_adapters:
+            if adapter in self.r:
+                y = y + self._update(adapter, x).to(y.dtype)
+        return y
+
+    def _mixed(self, x: Tensor, y: Tensor, adapter_names: Sequence[str]) -> Tensor:
+        y = y.clone()
+        for adapter in dict.fromkeys(adapter_names):
+            if adapter in self.r:
+                rows = [row for row, name in enumerate(adapter_names) if name == adapter]
+                y[rows] += self._update(adapter, x[rows]).to(y.dtype)
+        return y
+
+    def _update(self, adapter: str, x: Tensor) -> Tensor:
+        """Returns ``s ((x A^T) * m) B^T``; the scale is applied to the narrow product."""
+        _refuse_nested_backward(self._owner[0])
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        first, second = self.factors(adapter, dtype)
+        z = F.linear(self.shards_dropout[adapter](x).to(dtype), first) * self.scaling[adapter]
+        if adapter in self.shards_factors:
+            z = z * self.shards_factors[adapter].to(dtype)
+        return z @ second
+
+    @torch.no_grad()
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """Returns the change of the weight, float32, as the base layer stores it."""
+        first, second = self.factors(adapter, torch.float32)
+        if adapter in self.shards_factors:
+            first = first * self.shards_factors[adapter][:, None]
+        delta = self.scaling[adapter] * (second.t() @ first)
+        return delta.t() if isinstance(self.get_base_layer(), Conv1D) else delta
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Adds the change to the base's weight, in float32, rounded once."""
+        for adapter in check_adapters_to_merge(self, adapter_names):
+            if adapter in self.r:
+                self._add(adapter, 1.0, safe=safe_merge)
+                self.merged_adapters.append(adapter)
+
+    def unmerge(self) -> None:
+        """Subtracts the changes that were merged; exact but for the rounding of the base's dtype."""
+        while self.merged_adapters:
+            self._add(self.merged_adapters.pop(), -1.0, safe=False)
+
+    @torch.no_grad()
+    def _add(self, adapter: str, sign: float, *, safe: bool) -> None:
+        weight = cast(Tensor, self.get_base_layer().weight)
+        merged = (weight.float() + sign * self.get_delta_weight(adapter)).to(weight.dtype)
+        if safe and not bool(torch.isfinite(merged).all()):
+            raise ValueError(f"NaNs detected in the merged weights. The adapter {adapter} seems to be broken")
+        weight.copy_(merged)
+
+    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
+        """Returns whether PEFT can turn the update into LoRA's: always."""
+        return True
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        # The pools are the tuner's, and other layers use them: they stay where they are.
+        target = device or next(self.get_base_layer().parameters()).device
+        for held in (self.shards_index_a, self.shards_index_b, self.shards_factors):
+            if adapter_name in held and held[adapter_name].device != target:
+                held[adapter_name] = held[adapter_name].to(target)
+
+
+def unused_shards(layers: Iterable[LinearShards], adapter: str = "default") -> tuple[int, int]:
+    """Returns how many rows of all pools no layer uses, and how many rows there are."""
+    used: dict[int, set[int]] = {}
+    rows: dict[int, int] = {}
+    for layer in layers:
+        pairs = ((layer.shards_pool_a, layer.shards_index_a), (layer.shards_pool_b, layer.shards_index_b))
+        for pools, indices in pairs:
+            key = id(pools[adapter])
+            rows[key] = pools[adapter].shape[0]
+            used.setdefault(key, set()).update(indices[adapter].tolist())
+    return sum(rows[key] - len(own) for key, own in used.items()), sum(rows.values())
+
+
+def _refuse_nested_backward(owner: Any) -> None:
+    """Refuses reentrant recomputation with several processes, whose averaging would stop after the first segment."""
+    if processes() == 1 or not (owner.training and torch.is_grad_enabled()):
+        return
+    if torch._C._current_graph_task_id() == -1:
+        owner.seen_outside_backward = True
+    elif not owner.seen_outside_backward:
+        raise TrainingError(
+            "activations are computed again by a nested backward pass, in which several processes would average the "
+            "gradient of a shared pool before all layers have added theirs",
+            fix="gradient_checkpointing_kwargs={'use_reentrant': False}",
+        )

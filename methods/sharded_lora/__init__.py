@@ -1,0 +1,1 @@
+"""LoRA whose factors are gathered from pools that layers share."""
