@@ -52,7 +52,8 @@ def _print(found: SearchResult) -> None:
     print_table(rows, headers)
     print(f"search   {found.ended}, {len(found.tried)} runs in {found.folder}")
     if found.ended != "complete":
-        print(f"go on    finetune search {found.folder / 'search.yaml'} --resume")
+        limits = " search.max_runs=null search.max_steps=null" if found.ended == "budget spent" else ""
+        print(f"go on    finetune search {found.folder / 'search.yaml'} --resume{limits}")
     if found.best is not None:
         node = found.best.node
         print(f"best     {found.run_of(node)}, with its weights in final")

@@ -24,6 +24,9 @@ from finetune.core.errors import ConfigError, FinetuneError, FinetuneWarning, Pr
 
 __all__ = ["LoadedRecipe", "load_recipe"]
 
+_METHOD_FILES = {"importance", "scores", "unfrozen_parameters"}
+"""Fields of methods that are paths."""
+
 
 @dataclass(frozen=True)
 class LoadedRecipe:
@@ -188,6 +191,10 @@ def _absolute_paths(data: dict[str, Any]) -> dict[str, Any]:
     for sources in (data["data"]["train"], data["data"]["eval"], data["data"]["calibration"]):
         for source in sources if isinstance(sources, list) else []:
             source["path"] = _absolute(source["path"])
+    for method in data["method"] if isinstance(data["method"], list) else [data["method"]]:
+        for key in _METHOD_FILES & method.keys():
+            files = method[key]
+            method[key] = [_absolute(file) for file in files] if isinstance(files, list) else files and _absolute(files)
     for section, key in (("eval", "tasks"), ("search", "speciality"), ("search", "versatility")):
         data[section][key] = [_absolute_task(task) if isinstance(task, str) else task for task in data[section][key]]
     return data
@@ -196,7 +203,8 @@ def _absolute_paths(data: dict[str, Any]) -> dict[str, Any]:
 def _absolute_task(task: str) -> str:
     """As :func:`_absolute`, of a task file or of the data in ``KIND:DATA``."""
     kind, separator, data = task.partition(":")
-    return f"{kind}:{_absolute(data)}" if separator else _absolute(task)
+    is_file = separator and kind != "lm-eval"
+    return f"{kind}:{_absolute(data)}" if is_file else _absolute(task)
 
 
 def _absolute(path: str) -> str:

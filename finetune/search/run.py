@@ -13,7 +13,7 @@ from finetune.config.load import LoadedRecipe, load_recipe
 from finetune.core.errors import CapabilityError, ConfigError, RefusedError
 from finetune.core.files import write_json, write_text
 from finetune.evaluation.run import evaluate_tasks
-from finetune.evaluation.tasks import read_task
+from finetune.evaluation.tasks import LM_EVAL, read_task
 from finetune.search.percent import percent
 from finetune.search.tree import Found, Node, Scores, search_tree
 from finetune.training.output_folder import RECORD
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SearchResult", "search"]
 
-LOG, RECIPE, BASE = "search.jsonl", "search.yaml", "base.json"
+_CHECKED_ROWS = 32
+
+MARK, LOG, RECIPE, BASE = "search.json", "search.jsonl", "search.yaml", "base.json"
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,10 @@ def search(
         RefusedError: The output directory is taken, or the recipe is another than that of the search to go on with.
     """
     search = _Search(loaded, console)
-    search.prepare(resume=resume, overwrite=overwrite)
+    search.check(resume=resume, overwrite=overwrite)
+    # Whatever is wrong with data or model is said before anything of an earlier search is touched.
+    make_plan(loaded.recipe, meta=True, limit=_CHECKED_ROWS)
+    search.prepare(resume=resume)
     base = search.base_scores()
     section = loaded.recipe.search
     weights = (section.speciality_weight, section.versatility_weight)
@@ -96,27 +101,35 @@ class _Search:
         self._base = Scores(0, 0)
         self._best: tuple[float, Path] | None = None
 
-    def prepare(self, *, resume: bool, overwrite: bool) -> None:
-        """Sees that the folder is free, or holds the search to go on with."""
+    def check(self, *, resume: bool, overwrite: bool) -> None:
+        """Sees that the folder is free, or holds the search to go on with; changes nothing."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise RefusedError("the output directory is a file", where=str(self.folder), fix="output_dir=ANOTHER")
+        if not self.folder.exists() or not any(self.folder.iterdir()):
+            return
+        if not (self.folder / MARK).is_file():
+            raise RefusedError("the output directory holds files that are not a search's", where=str(self.folder))
+        if not resume and not overwrite:
+            raise RefusedError(
+                "the output directory holds an earlier search", where=str(self.folder), fix="--resume or --overwrite"
+            )
         recipe = self.folder / RECIPE
-        if resume and recipe.is_file():
-            if _comparable(recipe.read_text(encoding="utf-8")) != _comparable(self.loaded.resolved_yaml()):
-                raise RefusedError(
-                    "the earlier search is that of another recipe",
-                    where=str(recipe),
-                    fix="the same recipe (the limits under search may differ), or --overwrite",
-                )
-        elif self.folder.exists() and any(self.folder.iterdir()):
-            if not recipe.is_file():
-                raise RefusedError("the output directory holds files that are not a search's", where=str(self.folder))
-            if not overwrite:
-                raise RefusedError(
-                    "the output directory holds an earlier search",
-                    where=str(self.folder),
-                    fix="--resume or --overwrite",
-                )
-            shutil.rmtree(self.folder)
-        write_text(recipe, self.loaded.resolved_yaml())
+        if resume and _comparable(recipe.read_text(encoding="utf-8")) != _comparable(self.loaded.resolved_yaml()):
+            raise RefusedError(
+                "the earlier search is that of another recipe",
+                where=str(recipe),
+                fix="the same recipe (max_runs and max_steps may differ), or --overwrite",
+            )
+
+    def prepare(self, *, resume: bool) -> None:
+        """Removes what an earlier search has made, unless this one goes on with it, and writes the recipe."""
+        if not resume:
+            for name in (LOG, BASE, RECIPE):
+                (self.folder / name).unlink(missing_ok=True)
+            for run in self.folder.glob("[01]??-[01]??_*"):
+                shutil.rmtree(run)
+        write_json(self.folder / MARK, {"finetune_search": 1})
+        write_text(self.folder / RECIPE, self.loaded.resolved_yaml())
 
     def base_scores(self) -> Scores:
         """Returns what the untouched model reaches."""
@@ -222,7 +235,7 @@ def _tasks(loaded: LoadedRecipe) -> tuple[dict[str, Any], dict[str, Any]]:
             fix="method.name: cofitune",
         )
     given = {"speciality": recipe.search.speciality or recipe.eval.tasks, "versatility": recipe.search.versatility}
-    named = {}
+    named: dict[str, dict[str, Any]] = {}
     for key, tasks in given.items():
         if not tasks:
             raise ConfigError(
@@ -231,11 +244,23 @@ def _tasks(loaded: LoadedRecipe) -> tuple[dict[str, Any], dict[str, Any]]:
                 want="tasks, as in eval.tasks",
                 fix="search.versatility: [loss:general.jsonl]" if key == "versatility" else "eval.tasks: [...]",
             )
-        named[key] = {read_task(task).name: task for task in tasks}
+        named[key] = {_name_of(task): task for task in tasks}
     both = sorted(named["speciality"].keys() & named["versatility"].keys())
-    if both:
-        raise ConfigError("a task measures either speciality or versatility", where="search", got=", ".join(both))
+    if both or any(len(named[key]) < len(tasks) for key, tasks in given.items()):
+        raise ConfigError(
+            "tasks are told apart by their names, and two have the same",
+            where="search",
+            got=", ".join(both) or ", ".join(map(str, (*given["speciality"], *given["versatility"]))),
+            fix="a task file with a name of its own, or {name: ..., kind: ..., data: ...}",
+        )
     return named["speciality"], named["versatility"]
+
+
+def _name_of(task: Any) -> str:
+    """Returns what the results of a task call it."""
+    if isinstance(task, str) and task.startswith(LM_EVAL):
+        return task
+    return read_task(task).name
 
 
 def _record(run: Path) -> dict[str, Any]:
@@ -248,6 +273,6 @@ def _comparable(text: str) -> dict[str, Any]:
     from finetune.config.yaml12 import read_yaml
 
     data = dict(read_yaml(text, RECIPE).data)
-    limits = ("max_runs", "max_steps", "beam", "speciality_weight", "versatility_weight")
+    limits = ("max_runs", "max_steps")
     data["search"] = {key: value for key, value in data["search"].items() if key not in limits}
     return data

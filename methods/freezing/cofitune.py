@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from finetune.core.errors import ConfigError
 from finetune.core.learned_state import read_learned_state, require_same_method, write_learned_state
 from finetune.methods.amounts import Amount, count_of
 from finetune.methods.base import Kind, Method, MethodConfig
@@ -60,6 +61,13 @@ class CoFiTuneConfig(MethodConfig):
     )
     seed: int = Field(default=0, description="Seed of the dropout of kl_dropout.")
 
+    @field_validator("modules", "apply_to")
+    @classmethod
+    def _each_once(cls, value: list[str]) -> list[str]:
+        if len(set(value)) < len(value):
+            raise ValueError("each may be named once")
+        return value
+
 
 @register("cofitune")
 class CoFiTune(Method):
@@ -108,6 +116,8 @@ class CoFiTune(Method):
             module = model.get_submodule(layer)
             for leaf, parameter in list(module.named_parameters(recurse=False)):
                 name = f"{layer}.{leaf}"
+                if name not in candidates:
+                    continue
                 self._rows[name] = TrainedRows(
                     name,
                     holders[id(parameter)],
@@ -128,9 +138,20 @@ class CoFiTune(Method):
         from finetune.methods.primitives.unit_importance import normalized, read_importance, unit_importance
 
         config = self.config
-        if not config.soft_mask or not (config.importance or self._calibration):
-            return {}  # a learned state will say, or there are no weights
+        if not config.soft_mask:
+            return {}
         gates = gates_of(model, self._projections, config.apply_to)
+        asked = {rows.units for rows in self._projections} & set(config.apply_to)
+        if not asked or asked - {unit for _, unit in gates}:
+            raise ConfigError(
+                "the mask finds no units to which rows of these modules belong",
+                where="method.apply_to",
+                got=f"apply_to {config.apply_to} and modules {config.modules}",
+                want="up for up and gate, down for down, heads for q, k and v",
+                fix="method.soft_mask: false, or other units",
+            )
+        if self._chosen_before or not (config.importance or self._calibration):
+            return {}  # a learned state will say, or there are no weights
         named = {gate.layer: gate for gate in gates.values()}
         if config.importance:
             found = read_importance(config.importance, named)

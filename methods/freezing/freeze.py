@@ -82,6 +82,13 @@ class Freeze(WholeTensors):
                 want="train, freeze or unfrozen_parameters",
                 fix="method.train: [attn], or method.name: full",
             )
+        if in_part := [pattern for pattern in config.freeze if split_rows(pattern)[1] is not None]:
+            raise ConfigError(
+                "rows are frozen by training the others",
+                where="method.freeze",
+                got=", ".join(in_part),
+                fix="method.train: [NAME[a:b]] with the rows that are to train",
+            )
         parameters = {name: p for name, p in model.named_parameters() if name in candidates}
         frozen = match_parameters(model, parameters, config.freeze, "method.freeze")
         trained = {}

@@ -336,8 +336,11 @@ class EntryPool:
 
     def _follow_loaded(self, model: nn.Module, incompatible: Any) -> None:
         """After a stock ``load_state_dict`` of the whole model: the weights have the say."""
-        if PARAMETER in incompatible.missing_keys:
-            incompatible.missing_keys.remove(PARAMETER)
+        # A wrapper's names have a prefix.
+        own = [key for key in incompatible.missing_keys if f".{key}".endswith(f".{PARAMETER}")]
+        for key in own:
+            incompatible.missing_keys.remove(key)
+        if own:
             self.read()
 
     def __getstate__(self) -> dict[str, Any]:

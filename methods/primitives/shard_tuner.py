@@ -102,8 +102,8 @@ def _mos(config: ShardsConfig, group: _Group) -> Plans:
     public = (config.equiv_rank - config.private_rank) * count
     if vectors > public:
         raise ValueError(
-            f"each of the {count} layers {group.name} takes {vectors} vectors (r - private_rank), none of them twice, and "
-            f"they share {public}: a smaller r, or a larger equiv_rank"
+            f"each of the {count} layers {group.name} takes {vectors} vectors (r - private_rank), none of them twice, "
+            f"and they share {public}: a smaller r, or a larger equiv_rank"
         )
     settings: dict[str, Any] = {
         "budget": config.equiv_rank,

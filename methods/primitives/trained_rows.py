@@ -98,8 +98,7 @@ class TrainedRows:
 
     def alias(self, parameter: nn.Parameter) -> Tensor:
         """Returns the weight as a node of the graph that gives its gradient to :attr:`values`."""
-        if self.base.device != parameter.device:
-            self._follow(parameter.device)
+        self._follow(parameter.device)
         return _alias(parameter, self.values, self)
 
     def gradient_of(self, gradient: Tensor) -> Tensor:
@@ -123,6 +122,7 @@ class TrainedRows:
         return self._absolute(whole(self.values), slice(None))
 
     def _absolute(self, values: Tensor, own: slice) -> Tensor:
+        self._follow(values.device)
         if not self.to_base:
             return values
         scaled = self.scale is not None and not self.scales_gradient
@@ -136,8 +136,7 @@ class TrainedRows:
         write through ``.data`` would give wrong gradients silently.
         """
         weight, share = own_share(self.weight), own_rows(self.weight)
-        if self.base.device != weight.device:
-            self._follow(weight.device)
+        self._follow(weight.device)
         if self.index is None or self.axis != 0:
             # Weight and parameter are cut along the same axis into the same parts.
             values = self._absolute(own_share(self.values), slice(share.start, share.stop))
@@ -152,9 +151,23 @@ class TrainedRows:
 
     @torch.no_grad()
     def read(self) -> None:
-        """Takes the rows from the weight."""
-        here = self._select(whole(self.weight)).float()
-        self.set(here - self.base.float() if self.to_base else here)
+        """Takes the rows from the weight; what is there already stays as it is, bit for bit.
+
+        Raises:
+            CheckpointError: Rows that cannot move are not those of the base.
+        """
+        weight = whole(self.weight)
+        self._follow(weight.device)
+        here = self._select(weight)
+        if torch.equal(here, self.absolute().to(here.dtype)):
+            return
+        values = here.float() - self.base.float() if self.to_base else here.float()
+        if self.to_base and self.scale is not None and not self.scales_gradient:
+            factors = self._factors(values)
+            if bool(((factors == 0) & (values != 0)).any()):
+                raise CheckpointError("rows that are not to move differ from the base", where=self.name)
+            values = torch.where(factors == 0, 0.0, values / factors)
+        self.set(values)
 
     @torch.no_grad()
     def set(self, values: Tensor) -> None:
@@ -173,14 +186,20 @@ class TrainedRows:
         delattr(module, f"{leaf}_rows")
 
     def _follow(self, device: torch.device) -> None:
+        """Has what belongs to the rows where the weight is: a model may be moved after the method is attached."""
+        if self.base.device == device:
+            return
         self.base = self.base.to(device)
         self.index = None if self.index is None else self.index.to(device)
         self.scale = None if self.scale is None else self.scale.to(device)
 
     def _follow_loaded(self, module: nn.Module, incompatible: Any) -> None:
         """After a stock ``load_state_dict`` of the whole model: the weights have the say."""
-        if f"{self.name}_rows" in incompatible.missing_keys:
-            incompatible.missing_keys.remove(f"{self.name}_rows")
+        # A wrapper's names have a prefix.
+        own = [key for key in incompatible.missing_keys if f".{key}".endswith(f".{self.name}_rows")]
+        for key in own:
+            incompatible.missing_keys.remove(key)
+        if own:
             self.read()
 
 

@@ -14,9 +14,9 @@ from finetune.core.errors import ConfigError, TargetError
 __all__ = ["RowRange", "match_unfrozen", "read_unfrozen", "rows_of", "split_rows"]
 
 RowRange = tuple[int | None, int | None]
-"""First row and the one after the last; None is the end on that side."""
+"""First row and the one after the last, negative ones from the end; None is the end on that side."""
 
-_ROWS = re.compile(r"(.*?)\[(\d*):(\d*)\]")
+_ROWS = re.compile(r"(.*?)\[(-?\d*):(-?\d*)\]")
 _WRAPPER = "language_model."
 """What models of text and images put before the names of their text model's parameters."""
 
@@ -26,7 +26,7 @@ def split_rows(pattern: str) -> tuple[str, RowRange | None]:
     match = _ROWS.fullmatch(pattern)
     if match is None:
         return pattern, None
-    first, stop = (int(end) if end else None for end in match.groups()[1:])
+    first, stop = (int(end) if end not in ("", "-") else None for end in match.groups()[1:])
     return match[1], (first, stop)
 
 
@@ -36,7 +36,9 @@ def rows_of(span: RowRange, name: str, rows: int, where: str) -> range:
     Raises:
         TargetError: The parameter has not such rows.
     """
-    first, stop = span[0] or 0, rows if span[1] is None else span[1]
+    first, stop = (
+        default if end is None else end + rows if end < 0 else end for end, default in zip(span, (0, rows), strict=True)
+    )
     if not 0 <= first < stop <= rows:
         raise TargetError(f"{name} has rows 0 to {rows - 1}", where=where, got=f"[{first}:{stop}]")
     return range(first, stop)
@@ -70,8 +72,8 @@ def match_unfrozen(
     """Returns by entry the parameters that it means, and which rows of them.
 
     An entry is a regular expression that a name has to begin with, in which a dot is a dot unless ``+`` follows; rows
-    may follow its ``$``. A list that matches nothing is tried with the prefix of a wrapped text model left out or put
-    in.
+    may follow its ``$``. A list of which an entry matches nothing is tried with the prefix of a wrapped text model left
+    out or put in.
 
     Args:
         entries: The list.
@@ -83,14 +85,14 @@ def match_unfrozen(
         TargetError: An entry matches no parameter.
     """
     found = _match(entries, aliases, where)
-    if not any(names for names, _ in found.values()):
+    if not all(names for names, _ in found.values()):
         plain = {name: [alias.replace(_WRAPPER, "") for alias in own] for name, own in aliases.items()}
         wrapped = {
             name: [alias.replace("model.", f"model.{_WRAPPER}", 1) for alias in own] for name, own in aliases.items()
         }
         for other in (plain, wrapped):
             retried = _match(entries, other, where)
-            if all(len(names) == 1 for names, _ in retried.values()):
+            if all(names for names, _ in retried.values()):
                 return retried
     missing = [entry for entry, (names, _) in found.items() if not names]
     if missing:

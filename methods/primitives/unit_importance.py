@@ -129,6 +129,11 @@ def _read(path: Path, gates: Mapping[str, Gate]) -> dict[str, Tensor]:
             got=f"{path}, where {len(wrong)} of {len(gates)} are missing or of another size: {wrong[0]}",
             want=f"{gates[wrong[0]].units} units",
         )
+    broken = [name for name in gates if not bool((torch.isfinite(stored[name]) & (stored[name] >= 0)).all())]
+    if broken:
+        raise ConfigError(
+            "importances are finite and not negative", where="method.importance", got=f"{path}: {', '.join(broken[:3])}"
+        )
     return {name: stored[name].float() for name in gates}
 
 

@@ -88,11 +88,15 @@ def test_results_in_percent() -> None:
         {"task": "c", "metric": "acc", "value": 0.2},
         {"task": "c", "metric": "acc_norm", "value": 0.4},
         {"task": "d", "metric": "word_perplexity", "value": 4.0},
+        {"task": "lm-eval:e", "metric": "bits_per_byte", "value": 2.0},
     ]
     assert percent(results, ["a"]) == pytest.approx(50)
     assert percent(results, ["a", "b"]) == pytest.approx(75)
     assert percent(results, ["c"]) == pytest.approx(30)
     assert percent(results, ["d"]) == pytest.approx(25)
+    assert percent(results, ["lm-eval:e"]) == pytest.approx(25)
+    with pytest.raises(ConfigError, match="no result"):
+        percent(results, ["e"])
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +152,8 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_end(recipe: Path, whole: 
     with pytest.raises(RefusedError, match="earlier search"):
         run(recipe, folder)
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*/run.json")}
+    with pytest.raises(RefusedError, match="another recipe"):
+        run(recipe, folder, "search.speciality_weight=5", resume=True)  # the best of before has lost its weights
     second = run(recipe, folder, "search.max_steps=16", resume=True)
     assert (second.ended, len(second.tried)) == ("budget spent", 4)
     with pytest.raises(RefusedError, match="another recipe"):
@@ -183,7 +189,9 @@ def test_what_a_search_needs_is_said_before_anything_is_loaded(recipe: Path, tmp
         (["method={name: lora}"], CapabilityError, "cofitune"),
         (["search.versatility=[]"], ConfigError, "versatility"),
         (["eval.tasks=[]"], ConfigError, "speciality"),
-        (["search.speciality=[cron]", "search.versatility=[cron]"], ConfigError, "either"),
+        (["search.speciality=[cron]", "search.versatility=[cron]"], ConfigError, "told apart"),
+        (["search.versatility=['loss:a/x.jsonl','loss:b/x.jsonl']"], ConfigError, "told apart"),
+        (["model.name_or_path=./missing"], ConfigError, "missing"),
         (["search.versatility=[crom]"], ConfigError, "cron"),
     ]:
         with pytest.raises(error) as caught:
@@ -194,6 +202,24 @@ def test_what_a_search_needs_is_said_before_anything_is_loaded(recipe: Path, tmp
 
 def test_a_folder_of_something_else_is_left_alone(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "search.yaml").write_text("a recipe")
     with pytest.raises(FinetuneError, match="not a search's"):
         run(recipe, tmp_path, overwrite=True)
+    with pytest.raises(FinetuneError, match="is a file"):
+        run(recipe, tmp_path / "notes.txt", overwrite=True)
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_overwriting_takes_away_what_the_search_has_made_and_only_once_all_is_checked(
+    recipe: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "search"
+    run(recipe, folder, "search.max_runs=1")
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(FinetuneError):
+        run(recipe, folder, "data.train=absent.jsonl", overwrite=True)
+    assert log_of(folder)
+    found = run(recipe, folder, "search.max_runs=1", "train.max_steps=2", overwrite=True)
+    assert found.tried
+    assert log_of(folder)[0]["steps"] == 2
+    assert (folder / "notes.txt").read_text() == "mine"
