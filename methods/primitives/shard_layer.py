@@ -228,7 +228,8 @@ def unused_shards(layers: Iterable[LinearShards], adapter: str = "default") -> t
         for pools, indices in pairs:
             key = id(pools[adapter])
             rows[key] = pools[adapter].shape[0]
-            used.setdefault(key, set()).update(indices[adapter].tolist())
+            if not indices[adapter].is_meta:
+                used.setdefault(key, set()).update(indices[adapter].tolist())
     return sum(rows[key] - len(own) for key, own in used.items()), sum(rows.values())
 
 

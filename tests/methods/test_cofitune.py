@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import finetune
-from finetune.core.errors import ConfigError, TargetError
+from finetune.core.errors import CheckpointError, ConfigError, TargetError
 from finetune.methods.primitives.parameter_patterns import layer_range
 from finetune.methods.primitives.unit_importance import Gate, normalized, unit_importance
 from support.processes import one_and_two_processes
@@ -97,6 +97,14 @@ class TestWhatTrains:
             model.transformer.h[0].mlp.c_proj._parameters["bias"], base.transformer.h[0].mlp.c_proj.bias
         )
 
+    def test_an_earlier_method_narrows_it_to_the_bias(self) -> None:
+        pair = [{"name": "freeze", "freeze": ["bias"]}, {"name": "cofitune", "layers": "0", "soft_mask": False}]
+        method = finetune.methods.build_method(pair)
+        method.attach(tiny_gpt2())
+        assert method.touched() == {f"transformer.h.0.mlp.{layer}.weight" for layer in ("c_fc", "c_proj")}
+        with pytest.raises(ConfigError, match="named once"):
+            finetune.method("cofitune", modules=["up", "up"])
+
     def test_a_model_without_such_projections_is_refused(self) -> None:
         with pytest.raises(TargetError, match="no up projections"):
             finetune.method("cofitune", layers="0", soft_mask=False).attach(tiny_mixtral())
@@ -173,6 +181,31 @@ class TestScaledUpdate:
         assert alike.max() / alike.min() < 1.001
         scaled = moved["update", torch.optim.AdamW].abs().mean(1)
         assert scaled.max() / scaled.min() > 15
+
+
+class TestStateDicts:
+    @pytest.mark.parametrize("wrapped", [False, True])
+    def test_a_stock_state_dict_loaded_back_changes_nothing(self, tmp_path: Path, wrapped: bool) -> None:
+        torch.manual_seed(0)
+        wanted = torch.rand(48)
+        wanted[:4] = 1.0
+        method, model = with_mask(tmp_path, wanted)
+        step(model, torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2))
+        trained, weight = next(iter(method.trained_parameters().values())).detach().clone(), weight_of(model)
+        holder = nn.ModuleDict({"module": model}) if wrapped else model
+        stored = {key: tensor.clone() for key, tensor in holder.state_dict().items()}
+        holder.load_state_dict(stored)
+        assert torch.equal(weight_of(model), weight)
+        assert torch.equal(next(iter(method.trained_parameters().values())), trained)
+        # Into a fresh model: the weights have the say, and the change follows from them.
+        again, fresh = with_mask(tmp_path, wanted)
+        (nn.ModuleDict({"module": fresh}) if wrapped else fresh).load_state_dict(stored)
+        assert torch.allclose(weight_of(fresh), weight, rtol=0, atol=1e-7)
+        change = next(iter(again.trained_parameters().values()))
+        assert torch.allclose(change[4:], trained[4:], rtol=1e-3, atol=1e-5)
+        damaged = {key: tensor + 1 for key, tensor in stored.items()}
+        with pytest.raises(CheckpointError, match="not to move"):
+            (nn.ModuleDict({"module": fresh}) if wrapped else fresh).load_state_dict(damaged)
 
 
 class TestImportance:
@@ -259,6 +292,12 @@ class TestImportance:
         expected = 1 - torch.maximum(normalized(first, "tanh_relu"), normalized(second, "tanh_relu"))
         assert torch.equal(method._rows[f"{UP}.weight"].scale, expected)  # type: ignore[attr-defined]
 
+    @pytest.mark.parametrize(("modules", "units"), [(["up"], ["heads"]), (["q"], [])])
+    def test_a_mask_that_reaches_no_trained_row_is_refused(self, modules: list[str], units: list[str]) -> None:
+        method = finetune.method("cofitune", layers="0", modules=modules, apply_to=units)
+        with pytest.raises(ConfigError, match="no units"):
+            method.attach(tiny_llama(), calibration=[{"input_ids": ROWS, "labels": ROWS}])
+
     def test_files_of_other_models_and_no_files_are_refused(self, tmp_path: Path) -> None:
         def attach(path: str) -> None:
             finetune.method("cofitune", layers="0", modules=["up"], importance=[path]).attach(tiny_llama())
@@ -266,6 +305,8 @@ class TestImportance:
         with pytest.raises(ConfigError, match="another model") as caught:
             attach(of_up(tmp_path, torch.ones(47)))
         assert "48 units" in str(caught.value)
+        with pytest.raises(ConfigError, match="finite"):
+            attach(of_up(tmp_path, torch.full((48,), torch.nan)))
         with pytest.raises(ConfigError, match="cannot be read"):
             attach(str(tmp_path / "absent.safetensors"))
 

@@ -50,7 +50,7 @@ def test_what_freeze_names_is_taken_from_what_train_names() -> None:
 def test_rows_train_and_the_others_stay_bit_identical_under_weight_decay(build: Any, dtype: torch.dtype) -> None:
     base = build(dtype=dtype)
     name = EMBEDDING if build is tiny_llama else "transformer.wte.weight"
-    method, model = attach(copy.deepcopy(base), train=[f"{name}[300:]", f"{name}[10:12]"])
+    method, model = attach(copy.deepcopy(base), train=[f"{name}[-20:]", f"{name}[10:12]"])
     assert method.summary().trained == 22 * 32
     train(method, model)
     before, after = (dict(m.named_parameters())[name].detach() for m in (base, method.merge()))
@@ -123,6 +123,10 @@ class TestListsForOtherTrainers:
         for entries, names in ((of_plain, wrapped), (of_wrapped, plain)):
             (found,) = match_unfrozen(entries, names, "list").values()
             assert found == ((next(iter(names)),), None)
+        # Spectrum's lists begin with the head, whose name is the same in both.
+        entries = ["^lm_head.weight$", *of_plain]
+        found = match_unfrozen(entries, {**wrapped, "lm_head.weight": ["lm_head.weight"]}, "list")
+        assert [names for names, _ in found.values()] == [("lm_head.weight",), (next(iter(wrapped)),)]
         with pytest.raises(TargetError):
             match_unfrozen([*of_plain, "model.layers.7.up"], wrapped, "list")
 
@@ -169,6 +173,7 @@ def test_a_frozen_half_below_halves_what_the_layers_keep_for_the_backward_pass()
         ({"freeze": ["model.layers.9"]}, TargetError, "matches no parameter"),
         ({"train": [f"{EMBEDDING}[300:400]"]}, TargetError, "rows 0 to 319"),
         ({"train": [f"{EMBEDDING}[7:7]"]}, TargetError, "[7:7]"),
+        ({"freeze": [f"{EMBEDDING}[0:300]"]}, ConfigError, "training the others"),
     ],
 )
 def test_what_cannot_be_is_said(config: dict[str, Any], error: type[FinetuneError], part: str) -> None:

@@ -279,7 +279,7 @@ def test_dead_shards_are_reported() -> None:
         ({"r": 4, "equiv_rank": 8}, "does not hold"),
         ({"private_rank": 9}, "does not hold"),
         ({"r": 16, "equiv_rank": 8, "private_rank": 8}, "r is equiv_rank"),
-        ({"num_shards": 7}, "num_shards 7 does not divide"),
+        ({"r": 3, "equiv_rank": 2, "private_rank": 1, "num_shards": 7}, "num_shards 7 does not divide"),
         ({"r": 32, "equiv_rank": 8, "private_rank": 2}, "a smaller r, or a larger equiv_rank"),
     ],
 )
