@@ -137,8 +137,8 @@ class TrainedRows:
         """
         weight, share = own_share(self.weight), own_rows(self.weight)
         self._follow(weight.device)
-        if self.index is None or self.axis != 0:
-            # Weight and parameter are cut along the same axis into the same parts.
+        if self.index is None or self.axis != 0 or len(share) == self.weight.shape[0]:
+            # Weight and parameter are in one piece, or cut along the same axis into the same parts.
             values = self._absolute(own_share(self.values), slice(share.start, share.stop))
             index = self.index
         else:

@@ -356,9 +356,10 @@ CASES = {
     "bfloat16": (lambda: tiny_llama(dtype=torch.bfloat16), {"layers": "0-1"}),
     "fused": (tiny_phi3, {"layers": "0-1", "modules": ["k", "up"]}),
     "conv1d": (tiny_gpt2, {"layers": "0-1", "modules": ["v", "down"]}),
+    "tied rows": (tiny_llama, {"train": ["model.embed_tokens.weight[150:200]", "model.norm.weight[:5]"]}),
 }
 for case, (build, settings) in CASES.items():
-    method = finetune.method("cofitune", **settings)
+    method = finetune.method("freeze" if "train" in settings else "cofitune", **settings)
     model = method.attach(build(), calibration=batches)
     if distributed:
         blocks = model.transformer.h if build is tiny_gpt2 else model.model.layers
