@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import TrainerCallback
 
-__all__ = ["Calibration", "Kind", "Method", "MethodConfig", "MethodSummary"]
+__all__ = ["FILE", "Calibration", "Kind", "Method", "MethodConfig", "MethodSummary"]
 
 Calibration: TypeAlias = "Collection[Mapping[str, torch.Tensor]]"
+FILE: dict[str, Any] = {"format": "path"}
+"""Of a config's field that names a file, or a list of them (``json_schema_extra=FILE``): a run's copy of the recipe
+names them by absolute paths."""
 Kind = Literal["adapter", "delta", "subset"]
 """What is learned: modules added by PEFT, entries or slices of the base's own weights, or whole tensors of them."""
 

@@ -140,7 +140,7 @@ class Composition(Method):
 
 
 def _check_order(earlier: Method, later: Method) -> None:
-    if isinstance(earlier, WholeTensors) or later.narrows_added:
+    if isinstance(earlier, WholeTensors) or (later.narrows_added and earlier.kind == "adapter"):
         return
     if earlier.kind == later.kind == "adapter":
         reason = "the second adapter would wrap the modules of the first, and neither could be saved alone"

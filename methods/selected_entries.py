@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from finetune.core.errors import TargetError
-from finetune.core.learned_state import read_learned_state, require_same_method, write_learned_state
 from finetune.methods.amounts import Amount
-from finetune.methods.base import Kind, Method, MethodConfig
+from finetune.methods.base import Kind, MethodConfig
+from finetune.methods.in_place import InPlace
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class SelectedEntriesConfig(MethodConfig):
     )
 
 
-class SelectedEntries(Method):
+class SelectedEntries(InPlace):
     """Trains single entries of weights, chosen by :meth:`choose`, in place.
 
     The chosen entries are one float32 parameter; everything else stays bit-identical, under weight decay and in 16-bit
@@ -147,17 +147,8 @@ class SelectedEntries(Method):
 
         load_pool_state(self._pool, state, over_adapter=self._over_adapter)
 
-    def save(self, folder: str | Path) -> None:
-        """Writes the entries with their base values, and the metadata."""
-        shapes = {name: tuple(entries.weight.shape) for name, entries in self._pool.tensors.items()}
-        form: dict[str, Any] = {"axes": dict.fromkeys(shapes), "shapes": shapes}
-        write_learned_state(Path(folder), self.state_dict(), {**self.metadata(), **form})
-
-    def load(self, folder: str | Path) -> None:
-        """Reads what :meth:`save` wrote; strict."""
-        state, metadata = read_learned_state(Path(folder))
-        require_same_method(self.metadata(), metadata, Path(folder))
-        self.load_state_dict(state)
+    def _axes(self) -> dict[str, None]:
+        return dict.fromkeys(self._pool.tensors)
 
     def export_adapter(self, folder: str | Path) -> None:
         """Writes the update as a stock PEFT SHiRA adapter: the entries and their changes."""

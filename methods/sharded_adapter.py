@@ -40,6 +40,8 @@ class ShardedAdapter(PeftTuner):
 
     Config: ClassVar[type[MethodConfig]] = ShardedAdapterConfig
     config: ShardedAdapterConfig
+    # The tuner is ours and says itself what is wrong; only what PEFT says of targets comes as a ValueError.
+    refuses_by: ClassVar[tuple[type[Exception], ...]] = (ValueError,)
     sharing: ClassVar[str]
 
     def _peft_type(self) -> Any:
@@ -48,12 +50,10 @@ class ShardedAdapter(PeftTuner):
         return SHARDS
 
     def _peft_config(self, found: Mapping[str, Any]) -> Any:
-        from finetune.methods.adapters.peft_tuner import refusals
         from finetune.methods.primitives.shard_tuner import ShardsConfig
 
         given = {**dict(self.config), "sharing": self.sharing, **self._derived(), **found}
-        with refusals(self.name):
-            return ShardsConfig(task_type="CAUSAL_LM", **given)
+        return ShardsConfig(task_type="CAUSAL_LM", **given)
 
     def _derived(self) -> dict[str, Any]:
         """Returns fields of the tuner's config that follow from this method's."""

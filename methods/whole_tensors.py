@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from finetune.core.learned_state import (
     VALUE,
-    read_learned_state,
-    require_same_method,
     require_same_shapes,
-    write_learned_state,
 )
-from finetune.methods.base import Kind, Method, MethodConfig
+from finetune.methods.base import Kind, MethodConfig
+from finetune.methods.in_place import InPlace
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +32,7 @@ class WholeTensorsConfig(MethodConfig):
     )
 
 
-class WholeTensors(Method):
+class WholeTensors(InPlace):
     """Trains the tensors that :meth:`choose` names, in place.
 
     With a 16-bit base the trained tensors become float32 until :meth:`merge`, and every forward pass runs under
@@ -92,16 +89,6 @@ class WholeTensors(Method):
         with torch.no_grad():
             for name, parameter in self._tensors.items():
                 parameter.copy_(state[f"{name}{VALUE}"])
-
-    def save(self, folder: str | Path) -> None:
-        """Writes the trained tensors and the metadata."""
-        write_learned_state(Path(folder), self.state_dict(), self.metadata())
-
-    def load(self, folder: str | Path) -> None:
-        """Reads what :meth:`save` wrote; strict."""
-        state, metadata = read_learned_state(Path(folder))
-        require_same_method(self.metadata(), metadata, Path(folder))
-        self.load_state_dict(state)
 
     def merge(self) -> nn.Module:
         """Rounds the trained tensors to the base's dtype and returns the model."""

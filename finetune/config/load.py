@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from finetune.config.catalogue import known_keys
 from finetune.config.check import check
 from finetune.config.given import Given
 from finetune.config.interpolate import interpolate
-from finetune.config.method_section import MethodSection, check_methods, method_configs
+from finetune.config.method_section import MethodSection, check_methods, file_fields, method_configs
 from finetune.config.overrides import parse_overrides
 from finetune.config.rules import broken_rules
 from finetune.config.schema import Recipe
@@ -23,9 +25,6 @@ from finetune.config.yaml12 import Document, dump_yaml, read_yaml
 from finetune.core.errors import ConfigError, FinetuneError, FinetuneWarning, Problem
 
 __all__ = ["LoadedRecipe", "load_recipe"]
-
-_METHOD_FILES = {"importance", "scores", "unfrozen_parameters"}
-"""Fields of methods that are paths."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class LoadedRecipe:
 
         What came from an environment variable stays a reference to it, so that no secret is written to disk.
         """
-        data = _absolute_paths(self.resolved())
+        data = _absolute_paths(self.resolved(), self._methods.configs)
         for key, text in self._kept.items():
             _put(data, key, text)
         return dump_yaml(data)
@@ -183,7 +182,7 @@ def _put(data: Any, key: str, value: Any) -> None:
         container[int(last)] = value
 
 
-def _absolute_paths(data: dict[str, Any]) -> dict[str, Any]:
+def _absolute_paths(data: dict[str, Any], configs: Sequence[BaseModel]) -> dict[str, Any]:
     """Makes the paths of files that exist, and of the run directory, independent of the working directory."""
     data["output_dir"] = str(Path(data["output_dir"]).absolute())
     data["model"]["name_or_path"] = _absolute(data["model"]["name_or_path"])
@@ -191,8 +190,9 @@ def _absolute_paths(data: dict[str, Any]) -> dict[str, Any]:
     for sources in (data["data"]["train"], data["data"]["eval"], data["data"]["calibration"]):
         for source in sources if isinstance(sources, list) else []:
             source["path"] = _absolute(source["path"])
-    for method in data["method"] if isinstance(data["method"], list) else [data["method"]]:
-        for key in _METHOD_FILES & method.keys():
+    methods = data["method"] if isinstance(data["method"], list) else [data["method"]]
+    for method, config in zip(methods, configs, strict=True):
+        for key in file_fields(config):
             files = method[key]
             method[key] = [_absolute(file) for file in files] if isinstance(files, list) else files and _absolute(files)
     for section, key in (("eval", "tasks"), ("search", "speciality"), ("search", "versatility")):

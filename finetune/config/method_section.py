@@ -12,7 +12,7 @@ from finetune.config.given import Given
 from finetune.core.errors import Problem, RegistryError
 from finetune.core.registry import canonical_name
 
-__all__ = ["MethodSection", "check_methods", "method_configs"]
+__all__ = ["MethodSection", "check_methods", "file_fields", "method_configs"]
 
 
 class MethodSection:
@@ -74,6 +74,13 @@ def check_methods(given: Given, known: list[str]) -> tuple[MethodSection | None,
     if problems:
         return None, problems, warnings
     return MethodSection(names, configs, is_list=isinstance(given.data.get("method"), list)), [], warnings
+
+
+def file_fields(config: BaseModel) -> list[str]:
+    """Returns the fields of a method's config that name files."""
+    from finetune.methods.base import FILE
+
+    return [name for name, field in type(config).model_fields.items() if field.json_schema_extra == FILE]
 
 
 def method_configs(section: Any) -> list[type[BaseModel]]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["PeftTuner", "refusals"]
+__all__ = ["PeftTuner"]
 
 _ALL_LINEAR = "all-linear"
 _MODULE_PATTERNS = ("target_modules", "feedforward_modules", "modules_to_save")
@@ -47,6 +47,7 @@ class PeftTuner(Method):
         defaults: Our defaults, where PEFT has none.
         required: Fields that a recipe must give, and what they mean.
         unsuitable: Why the tuner cannot fine-tune a causal LM on single-task data, or an empty string.
+        refuses_by: Kinds of errors by which PEFT's code for the tuner says that it does not accept settings.
         all_linear: Whether it may adapt all linear layers of a model for which PEFT names no targets.
     """
 
@@ -57,6 +58,13 @@ class PeftTuner(Method):
     defaults: ClassVar[Mapping[str, Any]] = {}
     required: ClassVar[Mapping[str, str]] = {}
     unsuitable: ClassVar[str] = ""
+    refuses_by: ClassVar[tuple[type[Exception], ...]] = (
+        ValueError,
+        TypeError,
+        KeyError,
+        NotImplementedError,
+        AssertionError,
+    )
     all_linear: ClassVar[bool] = True
 
     def __init__(self, config: MethodConfig | None = None) -> None:
@@ -86,7 +94,7 @@ class PeftTuner(Method):
 
         ours = self.config.model_fields_set | self.defaults.keys()
         given = {name: value for name, value in self.config if name in ours}
-        with refusals(self.name):
+        with _refusals(self.name, self.refuses_by):
             config_class = PEFT_TYPE_TO_CONFIG_MAPPING[self._peft_type()]
             return config_class(task_type="CAUSAL_LM", **{**given, **self.fixed, **found})
 
@@ -97,7 +105,7 @@ class PeftTuner(Method):
 
         self._base_dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         config = self._peft_config(self._found_in(model, candidates))
-        with refusals(self.name):
+        with _refusals(self.name, self.refuses_by):
             adapted = cast("nn.Module", get_peft_model(cast(Any, model), config))
         # PEFT keeps most adapters in float32, but not those that are copies of the base's own weights.
         narrow = widen(parameter for parameter in adapted.parameters() if parameter.requires_grad)
@@ -208,13 +216,13 @@ class PeftTuner(Method):
 
 
 @contextlib.contextmanager
-def refusals(name: str) -> Iterator[None]:
-    """Says in our words what PEFT refuses in its own."""
+def _refusals(name: str, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Says in our words what PEFT refuses in its own, by errors of these kinds."""
     try:
         yield
     except ImportError as error:
         raise CapabilityError(f"{name} needs another package", where="method.name", got=str(error)) from error
-    except (ValueError, TypeError, KeyError, NotImplementedError, AssertionError) as error:
+    except kinds as error:
         raise ConfigError(
             f"PEFT refuses the settings of {name}",
             where="method",

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from finetune.core.errors import ConfigError
-from finetune.core.learned_state import read_learned_state, require_same_method, write_learned_state
 from finetune.methods.amounts import Amount, count_of
-from finetune.methods.base import Kind, Method, MethodConfig
+from finetune.methods.base import FILE, Kind, MethodConfig
+from finetune.methods.in_place import InPlace
 from finetune.methods.registry import register
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ class CoFiTuneConfig(MethodConfig):
         default=[],
         description="Files of importances (safetensors: layer -> one number per unit), combined by their maximum; "
         "empty: computed on the calibration examples.",
+        json_schema_extra=FILE,
     )
     calibration: Amount = Field(
         default=64,
@@ -70,7 +70,7 @@ class CoFiTuneConfig(MethodConfig):
 
 
 @register("cofitune")
-class CoFiTune(Method):
+class CoFiTune(InPlace):
     """Trains some projections of some layers, each row's update scaled by one minus its unit's importance.
 
     ``W = W0 + diag(1 - I) V``: V is trained as a float32 parameter, zero at first, by the gradient of W, so that the
@@ -190,17 +190,8 @@ class CoFiTune(Method):
 
         load_rows(self._rows, state)
 
-    def save(self, folder: str | Path) -> None:
-        """Writes the rows and the metadata."""
-        from finetune.methods.primitives.trained_rows import rows_form
-
-        write_learned_state(Path(folder), self.state_dict(), {**self.metadata(), **rows_form(self._rows)})
-
-    def load(self, folder: str | Path) -> None:
-        """Reads what :meth:`save` wrote; strict."""
-        state, metadata = read_learned_state(Path(folder))
-        require_same_method(self.metadata(), metadata, Path(folder))
-        self.load_state_dict(state)
+    def _axes(self) -> dict[str, int]:
+        return {name: rows.axis for name, rows in self._rows.items() if rows.index is not None}
 
     def merge(self) -> nn.Module:
         """Makes the layers plain again; their weights hold what was trained already."""

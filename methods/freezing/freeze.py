@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from finetune.core.errors import CapabilityError, ConfigError, TargetError
-from finetune.methods.base import MethodConfig
+from finetune.methods.base import FILE, MethodConfig
 from finetune.methods.registry import register
 from finetune.methods.whole_tensors import WholeTensors, WholeTensorsConfig
 
@@ -33,6 +33,7 @@ class FreezeConfig(WholeTensorsConfig):
     unfrozen_parameters: str | None = Field(
         default=None,
         description="YAML file with a list unfrozen_parameters, as other trainers take it, of what trains too.",
+        json_schema_extra=FILE,
     )
 
 
@@ -169,11 +170,8 @@ class Freeze(WholeTensors):
         load_rows(self._rows, of_rows)
         super().load_state_dict({key: tensor for key, tensor in state.items() if key not in of_rows})
 
-    def metadata(self) -> dict[str, Any]:
-        """Returns the metadata with the form of the tensors of which some rows train."""
-        from finetune.methods.primitives.trained_rows import rows_form
-
-        return {**super().metadata(), **rows_form(self._rows)}
+    def _axes(self) -> dict[str, int]:
+        return {name: rows.axis for name, rows in self._rows.items()}
 
     def _notes(self) -> tuple[str, ...]:
         rows = [f"{len(own)} rows of {name}" for name, own in self._ranges.items()]

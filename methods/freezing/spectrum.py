@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from finetune.core.errors import TargetError
-from finetune.methods.base import MethodConfig
+from finetune.methods.base import FILE, MethodConfig
 from finetune.methods.registry import register
 from finetune.methods.whole_tensors import WholeTensors, WholeTensorsConfig
 
@@ -40,7 +40,9 @@ class SpectrumConfig(WholeTensorsConfig):
         default="floor", description="Of the number of modules per type; floor leaves out types of a single module."
     )
     scores: str | None = Field(
-        default=None, description="File of scores (snr_results_*.json) to take instead of scanning the weights."
+        default=None,
+        description="File of scores (snr_results_*.json) to take instead of scanning the weights.",
+        json_schema_extra=FILE,
     )
     exclude: list[str] = Field(default=[], description="Patterns of parameters that are neither ranked nor trained.")
     train_embeddings: bool = Field(default=False, description="Whether the input embedding trains besides.")

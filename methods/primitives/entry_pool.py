@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from finetune.core.errors import TrainingError
 from finetune.methods.primitives.entry_gradient import BACKENDS, EntryPattern, fastest_backend
 from finetune.methods.primitives.entry_modules import entries_alias, route_entries
+from finetune.methods.primitives.hidden_parameter import hide_parameter
 from finetune.methods.primitives.process_group import mean_over_processes
 from finetune.methods.primitives.routed_parameter import Holder, holders_of, unroute
 from finetune.methods.primitives.sharding import own_rows
@@ -197,10 +198,7 @@ class EntryPool:
                 route_entries(module, name, entries)
         model.register_parameter(PARAMETER, self.values)
         self._model = model
-        self._hooks = [
-            model.register_state_dict_post_hook(_hide),  # type: ignore[no-untyped-call]
-            model.register_load_state_dict_post_hook(self._follow_loaded),  # type: ignore[no-untyped-call]
-        ]
+        self._hooks = hide_parameter(model, PARAMETER, PARAMETER, self.read)
 
     @property
     def chosen(self) -> int:
@@ -334,22 +332,9 @@ class EntryPool:
                 unroute(module)
         delattr(self._model, PARAMETER)
 
-    def _follow_loaded(self, model: nn.Module, incompatible: Any) -> None:
-        """After a stock ``load_state_dict`` of the whole model: the weights have the say."""
-        # A wrapper's names have a prefix.
-        own = [key for key in incompatible.missing_keys if f".{key}".endswith(f".{PARAMETER}")]
-        for key in own:
-            incompatible.missing_keys.remove(key)
-        if own:
-            self.read()
-
     def __getstate__(self) -> dict[str, Any]:
         # Nothing of a pass under way can be copied, and a copy of the model has no business with the choosing.
         return {**self.__dict__, "_token": None, "_gradient": None, "_shared": {}, "observer": None, "_showing": None}
-
-
-def _hide(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    state.pop(f"{prefix}{PARAMETER}", None)
 
 
 def _backend(entries: EntryTensor, density: float, wanted: str) -> str:

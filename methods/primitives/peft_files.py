@@ -127,23 +127,29 @@ def merge_adapter(model: Any, base_dtypes: Mapping[str, torch.dtype]) -> nn.Modu
         base_dtypes: Dtype of each parameter of the plain base model, by name.
 
     Raises:
-        CapabilityError: The adapter cannot be expressed as weights; ``model`` is as before.
+        CapabilityError: The adapter cannot be expressed as weights; ``model`` has its dtypes again.
     """
     name = str(model.active_peft_config.peft_type.value).lower()
-    refusal = CapabilityError(
-        f"{name} does not change weights alone, so it cannot be merged",
-        fix="keep the adapter: finetune.load(base, folder), or stock PEFT",
-    )
     if model.active_peft_config.is_prompt_learning or not hasattr(model.base_model, "merge_and_unload"):
-        raise refusal
-    for parameter in model.parameters():
-        if parameter.dtype in (torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.float()
+        raise _no_merge(name, "PEFT has no way to")
+    narrow = [(p, p.dtype) for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
+    for parameter, _ in narrow:
+        parameter.data = parameter.data.float()
     try:
         merged = cast(nn.Module, model.merge_and_unload())
     except (NotImplementedError, ValueError, TypeError) as error:
-        raise refusal from error
+        for parameter, dtype in narrow:
+            parameter.data = parameter.data.to(dtype)
+        raise _no_merge(name, " ".join(str(error).split()) or type(error).__name__) from error
     own_dtype = next(iter(base_dtypes.values()))
     for name, parameter in merged.named_parameters():
         parameter.data = parameter.data.to(base_dtypes.get(name, own_dtype))
     return merged
+
+
+def _no_merge(name: str, reason: str) -> CapabilityError:
+    return CapabilityError(
+        f"{name} does not change weights alone, so it cannot be merged",
+        got=reason,
+        fix="keep the adapter: finetune.load(base, folder), or stock PEFT",
+    )

@@ -24,9 +24,6 @@ from finetune.methods.primitives.projections import in_features, out_features
 
 __all__ = ["LinearShards", "unused_shards"]
 
-_BASE = "__base__"
-"""What PEFT calls no adapter in a list of adapters per row."""
-
 
 class _Pools(MutableMapping[str, nn.Parameter]):
     """One factor's pool of a layer's group, by adapter, as PEFT expects it on the layer; the tuner owns it."""

@@ -15,6 +15,7 @@ from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPP
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from finetune.core.errors import TargetError
 from finetune.methods.primitives.peft_registration import register_tuner
 from finetune.methods.primitives.projections import in_features, out_features
 from finetune.methods.primitives.shard_layer import LinearShards
@@ -101,9 +102,12 @@ def _mos(config: ShardsConfig, group: _Group) -> Plans:
     count, vectors = len(group.layers), config.r - config.private_rank
     public = (config.equiv_rank - config.private_rank) * count
     if vectors > public:
-        raise ValueError(
-            f"each of the {count} layers {group.name} takes {vectors} vectors (r - private_rank), none of them twice, "
-            f"and they share {public}: a smaller r, or a larger equiv_rank"
+        raise TargetError(
+            f"the {count} layers {group.name} share too few vectors for this rank",
+            where="method.r",
+            got=f"r - private_rank = {vectors} for each layer",
+            want=f"at most (equiv_rank - private_rank) * {count} = {public}, since none takes a vector twice",
+            fix="a smaller r, or a larger equiv_rank",
         )
     settings: dict[str, Any] = {
         "budget": config.equiv_rank,
@@ -123,7 +127,13 @@ def _pure(config: ShardsConfig, group: _Group) -> Plans:
     rows = count * config.equiv_rank
     rank, seed = (config.r, config.seed) if config.subset else (rows, None)
     if rank > rows:
-        raise ValueError(f"each of the {count} layers {group.name} takes {rank} vectors of {rows}: a smaller r")
+        raise TargetError(
+            f"the {count} layers {group.name} share too few vectors for this rank",
+            where="method.r",
+            got=f"{rank} for each layer",
+            want=f"at most equiv_rank * {count} = {rows}",
+            fix="a smaller r, or a larger equiv_rank",
+        )
     plan = shared_plan(count, rank, rows=rows, seed=seed, stream=group.name)
     return plan, plan
 
@@ -194,7 +204,11 @@ class ShardsTuner(BaseTuner):
                 continue
             layer: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
             if not isinstance(layer, nn.Linear | Conv1D):
-                raise ValueError(f"{name} is a {type(layer).__name__}; pools serve torch.nn.Linear and Conv1D layers")
+                raise TargetError(
+                    f"{name} is a {type(layer).__name__}",
+                    where="method.target_modules",
+                    want="torch.nn.Linear or Conv1D",
+                )
             a, b = in_features(layer), out_features(layer)
             key = f"{name.rpartition('.')[2]}_{a}x{b}"
             groups.setdefault(key, _Group(key, a, b)).layers.append(name)
@@ -208,7 +222,11 @@ class ShardsTuner(BaseTuner):
             plans = _PLANS[config.sharing](config, group)
             for pool, plan, width, is_first in zip(pools, plans, (group.a, group.b), (True, False), strict=True):
                 if width % plan.shards:
-                    raise ValueError(f"num_shards {plan.shards} does not divide the width {width} of {group.layers[0]}")
+                    raise TargetError(
+                        f"{plan.shards} shards do not divide the width {width} of {group.layers[0]}",
+                        where="method.num_shards" if is_first or config.num_shards_b is None else "method.num_shards_b",
+                        want=f"a divisor of {width}",
+                    )
                 rows = torch.zeros(plan.rows, width // plan.shards, device="meta" if on_meta else "cpu")
                 if is_first and not on_meta:
                     # The bound of a whole vector, as in the reference: a shard is not wider for being short.

@@ -7,7 +7,6 @@ parameter of any module, shared ones too; one dense gradient is alive during its
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -16,10 +15,11 @@ from torch import Tensor, nn
 
 from finetune.core.errors import CheckpointError
 from finetune.core.learned_state import BASE, DELTA, INDEX, TRAINING, VALUE, narrowest_exact, require_same_shapes
+from finetune.methods.primitives.hidden_parameter import hide_parameter
 from finetune.methods.primitives.routed_parameter import Holder, route_parameter, unroute
 from finetune.methods.primitives.sharding import own_rows, own_share, whole
 
-__all__ = ["TrainedRows", "load_rows", "rows_form", "rows_state"]
+__all__ = ["TrainedRows", "load_rows", "rows_state"]
 
 _SCALE = ".scale"
 
@@ -79,10 +79,7 @@ class TrainedRows:
         module.register_parameter(f"{leaf}_rows", nn.Parameter(start))
         for holder, own in self.holders:
             route_parameter(holder, own, self)
-        self._hooks = [
-            module.register_state_dict_post_hook(functools.partial(_hide, f"{leaf}_rows")),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_post_hook(self._follow_loaded),  # type: ignore[no-untyped-call]
-        ]
+        self._hooks = hide_parameter(module, f"{leaf}_rows", f"{name}_rows", self.read)
 
     @property
     def weight(self) -> nn.Parameter:
@@ -193,20 +190,6 @@ class TrainedRows:
         self.index = None if self.index is None else self.index.to(device)
         self.scale = None if self.scale is None else self.scale.to(device)
 
-    def _follow_loaded(self, module: nn.Module, incompatible: Any) -> None:
-        """After a stock ``load_state_dict`` of the whole model: the weights have the say."""
-        # A wrapper's names have a prefix.
-        own = [key for key in incompatible.missing_keys if f".{key}".endswith(f".{self.name}_rows")]
-        for key in own:
-            incompatible.missing_keys.remove(key)
-        if own:
-            self.read()
-
-
-def _hide(key: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    # The weight holds the rows already: a saved model has the base's keys and loads without this package.
-    state.pop(f"{prefix}{key}", None)
-
 
 def rows_state(rows: Mapping[str, TrainedRows]) -> dict[str, Tensor]:
     """Returns, by name of a parameter, ``NAME.value``, with ``index`` and ``base`` where it is not all of it.
@@ -226,13 +209,6 @@ def rows_state(rows: Mapping[str, TrainedRows]) -> dict[str, Tensor]:
         if own.scale is not None:
             state[f"{TRAINING}{name}{_SCALE}"] = own.scale
     return state
-
-
-def rows_form(rows: Mapping[str, TrainedRows]) -> dict[str, Any]:
-    """Returns what the metadata beside :func:`rows_state` say of parameters of which some rows train."""
-    some = {name: own for name, own in rows.items() if own.index is not None}
-    shapes = {name: tuple(own.weight.shape) for name, own in some.items()}
-    return {"axes": {name: own.axis for name, own in some.items()}, "shapes": shapes}
 
 
 def load_rows(rows: Mapping[str, TrainedRows], state: Mapping[str, Tensor]) -> None:

@@ -15,13 +15,11 @@ from finetune.core.learned_state import (
     TRAINING,
     VALUE,
     narrowest_exact,
-    read_learned_state,
-    require_same_method,
     require_same_shapes,
-    write_learned_state,
 )
 from finetune.methods.amounts import Amount, count_of
-from finetune.methods.base import Kind, Method, MethodConfig
+from finetune.methods.base import Kind, MethodConfig
+from finetune.methods.in_place import InPlace
 from finetune.methods.registry import register
 
 if TYPE_CHECKING:
@@ -90,7 +88,7 @@ class S2FTConfig(MethodConfig):
 
 
 @register("s2ft")
-class S2FT(Method):
+class S2FT(InPlace):
     """Trains a few attention heads and feed-forward channels in place: structured, and as small as an adapter.
 
     The columns of ``o_proj`` that belong to chosen query heads and the columns of ``down_proj`` that belong to chosen
@@ -212,19 +210,10 @@ class S2FT(Method):
                     "the learned state belongs to another base model", where=name, fix="load the base it was trained on"
                 )
 
-    def save(self, folder: str | Path) -> None:
-        """Writes the slices with their base values, and the metadata."""
+    def _axes(self) -> dict[str, int]:
         from finetune.methods.primitives.weight_slice import stored_axis
 
-        axes = {f"{name}.weight": stored_axis(layer) for name, layer in self._slices.items()}
-        shapes = {key: tuple(self.model.get_parameter(key).shape) for key in axes}
-        write_learned_state(Path(folder), self.state_dict(), {**self.metadata(), "axes": axes, "shapes": shapes})
-
-    def load(self, folder: str | Path) -> None:
-        """Reads what :meth:`save` wrote; strict."""
-        state, metadata = read_learned_state(Path(folder))
-        require_same_method(self.metadata(), metadata, Path(folder))
-        self.load_state_dict(state)
+        return {f"{name}.weight": stored_axis(layer) for name, layer in self._slices.items()}
 
     def merge(self) -> nn.Module:
         """Makes the layers plain again; in place, their weights hold what was trained already.

@@ -188,6 +188,15 @@ def test_the_resolved_recipe_has_every_key_and_is_read_back_from_anywhere(
     assert set(read_yaml(first.resolved_yaml(), "resolved").data["method"]) > {"name", "ratio", "select"}
 
 
+def test_files_that_a_method_names_are_found_from_anywhere(write: Write, tmp_path: Path) -> None:
+    for name in ("scores.json", "a.safetensors"):
+        Path(name).write_text("", encoding="utf-8")
+    methods = "[{name: spectrum, scores: scores.json}, {name: cofitune, importance: [a.safetensors, absent]}]"
+    resolved = read_yaml(load_recipe([write(RECIPE)], [f"method={methods}"]).resolved_yaml(), "resolved").data
+    assert resolved["method"][0]["scores"] == str(Path("scores.json").absolute())
+    assert resolved["method"][1]["importance"] == [str(Path("a.safetensors").absolute()), "absent"]
+
+
 def test_a_run_directory_means_the_recipe_that_it_ran(write: Write) -> None:
     Path("run").mkdir()
     Path("run/config.resolved.yaml").write_text(load_recipe([write(RECIPE)]).resolved_yaml(), encoding="utf-8")

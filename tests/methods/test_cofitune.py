@@ -336,17 +336,11 @@ def _slope(model: Any, gate: Gate, unit: int, rows: Tensor, epsilon: float = 1e-
 
 
 SCRIPT = """
-import os, sys
-import torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+import torch
 import finetune
+from support.distributed import own_rows, save_results, shard, whole_parameters
 from support.tiny import tiny_gpt2, tiny_llama, tiny_phi3, token_batch
 
-distributed, rank = "RANK" in os.environ, 0
-if distributed:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
 rows = token_batch(4, 10)
 batches = [{"input_ids": rows, "labels": rows}]
 results = {}
@@ -361,17 +355,12 @@ CASES = {
 for case, (build, settings) in CASES.items():
     method = finetune.method("freeze" if "train" in settings else "cofitune", **settings)
     model = method.attach(build(), calibration=batches)
-    if distributed:
-        blocks = model.transformer.h if build is tiny_gpt2 else model.model.layers
-        for block in blocks:
-            fully_shard(block)
-        fully_shard(model)
+    shard(model, model.transformer.h if build is tiny_gpt2 else model.model.layers)
     # Not Adam, which turns the rounding of small gradients into steps.
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9, weight_decay=0.1)
     for step in range(6):
-        rows = token_batch(4, 10, seed=step)
-        mine = rows[2 * rank : 2 * rank + 2] if distributed else rows
+        mine = own_rows(step)
         model(input_ids=mine, labels=mine).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -379,12 +368,8 @@ for case, (build, settings) in CASES.items():
             state = {key: tensor.clone() for key, tensor in method.state_dict().items()}
             method.load_state_dict(state)
             assert all(torch.equal(tensor, state[key]) for key, tensor in method.state_dict().items())
-    weights = {
-        key: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for key, p in model.named_parameters()
-    }
-    results[case] = (method.state_dict(), weights)
-if rank == 0:
-    torch.save(results, sys.argv[1])
+    results[case] = (method.state_dict(), whole_parameters(model))
+save_results(results)
 """
 
 

@@ -135,18 +135,13 @@ def test_what_cannot_be_scheduled_is_refused() -> None:
 
 
 TWO_PROCESSES = """
-import os, sys
-import torch, torch.distributed as dist
+import torch
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 import finetune
 from finetune.core.errors import CapabilityError, TrainingError
+from support.distributed import distributed, own_rows, rank, save_results, whole_parameters
 from support.tiny import tiny_llama, token_batch
-
-distributed, rank = "RANK" in os.environ, 0
-if distributed:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
 
 
 def run(name, fields):
@@ -157,12 +152,11 @@ def run(name, fields):
     # Adam's first step of a gradient near zero is a matter of rounding, unless eps is above it.
     optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2, eps=1e-3, weight_decay=0.1)
     for step in range(6):
-        rows = token_batch(4, 10, seed=step)
-        mine = rows[2 * rank : 2 * rank + 2] if distributed else rows
+        mine = own_rows(step)
         network(input_ids=mine, labels=mine).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {key: p.detach().clone() for key, p in model.named_parameters()}
+    return whole_parameters(model)
 
 
 results = {}
@@ -191,8 +185,7 @@ if distributed:
         raise SystemExit("parameters that were replaced were not refused")
     except CapabilityError as error:
         assert "replaced" in str(error), error
-if rank == 0:
-    torch.save(results, sys.argv[1])
+save_results(results)
 """
 
 

@@ -10,17 +10,12 @@ import torch
 from support.processes import one_and_two_processes
 
 SCRIPT = """
-import os, sys
 import torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 import finetune
-from support.tiny import tiny_gpt2, tiny_llama, token_batch
+from support.distributed import distributed, own_rows, save_results, shard, whole_parameters
+from support.tiny import tiny_gpt2, tiny_llama
 
-distributed, rank = "RANK" in os.environ, 0
-if distributed:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
 CASES = {
     "id3": ("id3", {"budget": 80, "select_every": 2}, tiny_llama),
     "id3 exact": ("id3", {"budget": 80, "accumulation": "exact"}, tiny_llama),
@@ -35,17 +30,13 @@ for case, (name, settings, build) in CASES.items():
     method = finetune.method(name, **settings)
     model = method.attach(build())
     method.bind(total_steps=8)
+    ignored = set(method.trained_parameters().values())
+    shard(model, model.model.layers if build is tiny_llama else model.transformer.h, ignored_params=ignored)
     if distributed:
-        ignored = set(method.trained_parameters().values())
-        blocks = model.model.layers if build is tiny_llama else model.transformer.h
-        for block in blocks:
-            fully_shard(block)
-        fully_shard(model, ignored_params=ignored)
         assert all(isinstance(p, DTensor) for n, p in model.named_parameters() if n != "selected_entries")
     optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2, weight_decay=0.1)
     for step in range(8):
-        rows = token_batch(4, 10, seed=step)
-        mine = rows[2 * rank : 2 * rank + 2] if distributed else rows
+        mine = own_rows(step)
         model(input_ids=mine, labels=mine).loss.backward()
         torch.nn.utils.clip_grad_norm_(method.trained_parameters().values(), 1.0)
         optimizer.step()
@@ -59,14 +50,8 @@ for case, (name, settings, build) in CASES.items():
         other = tensor.clone()
         dist.broadcast(other, 0)
         assert torch.equal(other, tensor), (case, key)
-    weights = {
-        key: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for key, p in model.named_parameters()
-        if key != "selected_entries"
-    }
-    results[case] = (state, weights)
-if rank == 0:
-    torch.save(results, sys.argv[1])
+    results[case] = (state, whole_parameters(model, without="selected_entries"))
+save_results(results)
 """
 
 

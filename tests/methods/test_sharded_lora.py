@@ -18,7 +18,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import finetune
-from finetune.core.errors import CapabilityError, ConfigError
+from finetune.core.errors import CapabilityError, FinetuneError, TargetError
 from finetune.methods.primitives.peft_registration import register_tuner
 from finetune.methods.primitives.shard_layer import LinearShards
 from finetune.methods.primitives.shard_tuner import SHARDS, ShardsConfig, ShardsTuner
@@ -244,7 +244,7 @@ class TestLifeInPeft:
         with pytest.raises(ValueError, match="no name for an adapter"):
             get_peft_model(tiny_llama(layers=4), config, adapter_name="shard")
         with pytest.raises(
-            ValueError, match=r"num_shards 5 does not divide the width 32 of model\.layers\.0\.self_attn\.q_proj"
+            TargetError, match=r"5 shards do not divide the width 32 of model\.layers\.0\.self_attn\.q_proj"
         ):
             mos(num_shards=5)
 
@@ -279,12 +279,12 @@ def test_dead_shards_are_reported() -> None:
         ({"r": 4, "equiv_rank": 8}, "does not hold"),
         ({"private_rank": 9}, "does not hold"),
         ({"r": 16, "equiv_rank": 8, "private_rank": 8}, "r is equiv_rank"),
-        ({"r": 3, "equiv_rank": 2, "private_rank": 1, "num_shards": 7}, "num_shards 7 does not divide"),
+        ({"r": 3, "equiv_rank": 2, "private_rank": 1, "num_shards": 7}, "7 shards do not divide"),
         ({"r": 32, "equiv_rank": 8, "private_rank": 2}, "a smaller r, or a larger equiv_rank"),
     ],
 )
 def test_ranks_that_do_not_fit(config: dict[str, Any], part: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(FinetuneError) as caught:
         finetune.method("mos", **config).attach(tiny_llama())
     assert part in str(caught.value)
 
@@ -301,19 +301,13 @@ def test_registering_is_idempotent_and_guarded(monkeypatch: pytest.MonkeyPatch) 
 
 
 SCRIPT = """
-import os, sys
-import torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+import torch
 from torch.nn.parallel import DistributedDataParallel
 import finetune
 from finetune.core.errors import TrainingError
+from support.distributed import distributed, own_rows, save_results, shard, whole_parameters
 from support.tiny import tiny_llama, token_batch
 
-distributed, rank = "RANK" in os.environ, 0
-if distributed:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
 results = {}
 for wrapper in ("ddp", "fsdp2"):
     for recompute in (False, True):
@@ -324,23 +318,16 @@ for wrapper in ("ddp", "fsdp2"):
         network = model.train()
         if distributed and wrapper == "ddp":
             network = DistributedDataParallel(model)
-        elif distributed:
-            for block in model.base_model.model.model.layers:
-                fully_shard(block)
-            fully_shard(model)
+        else:
+            shard(model, model.base_model.model.model.layers)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=0.5, momentum=0.9)
         for step in range(4):
-            rows = token_batch(4, 10, seed=step)
-            mine = rows[2 * rank : 2 * rank + 2] if distributed else rows
+            mine = own_rows(step)
             network(input_ids=mine, labels=mine).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        results[f"{wrapper} {recompute}"] = {
-            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-            for name, p in model.named_parameters()
-            if p.requires_grad
-        }
+        results[f"{wrapper} {recompute}"] = whole_parameters(model)
 if distributed:
     method = finetune.method("mos", r=4, equiv_rank=2, private_rank=1, num_shards=2)
     model = method.attach(tiny_llama(layers=4))
@@ -353,8 +340,7 @@ if distributed:
         assert "use_reentrant" in str(error)
     else:
         raise AssertionError("reentrant recomputation was not refused")
-if rank == 0:
-    torch.save(results, sys.argv[1])
+save_results(results)
 """
 
 
