@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from finetune.methods.primitives.trained_rows import TrainedRows
+    from finetune.methods.primitives.unfrozen_list import RowRange
 
 __all__ = ["Freeze", "FreezeConfig"]
 
@@ -72,8 +73,37 @@ class Freeze(WholeTensors):
 
     def _resolve(self, model: nn.Module, candidates: frozenset[str]) -> None:
         """Finds out what trains whole, of what some rows train, and how much each pattern meant."""
+        from finetune.methods.primitives.parameter_patterns import match_parameters
+        from finetune.methods.primitives.unfrozen_list import rows_of
+
+        parameters = {name: p for name, p in model.named_parameters() if name in candidates}
+        trained = self._trained_by_pattern(model, parameters)
+        frozen = match_parameters(model, parameters, self.config.freeze, "method.freeze")
+        left_out = frozenset().union(*frozen.values())
+        whole = {name for names, span in trained.values() if span is None for name in names} - left_out
+        self._whole = [name for name in parameters if name in whole]
+        self._ranges: dict[str, set[int]] = {}
+        for pattern, (names, span) in trained.items():
+            for name in () if span is None else names:
+                if name not in whole | left_out:
+                    assert span is not None
+                    rows = rows_of(span, name, parameters[name].shape[0], pattern)
+                    self._ranges.setdefault(name, set()).update(rows)
+        self._counts = [f"{pattern}: {len(names)}" for pattern, (names, _) in trained.items()]
+        self._counts += [f"not {pattern}: {len(names)}" for pattern, names in frozen.items()]
+        if not whole and not self._ranges:
+            counts = "; ".join(self._counts)
+            raise TargetError("everything is frozen", where="method.freeze", got=counts, fix="fewer patterns in freeze")
+        packed = [name for name in (*whole, *self._ranges) if not parameters[name].is_floating_point()]
+        if packed:
+            raise TargetError("quantised parameters cannot train", where=", ".join(sorted(packed)[:4]))
+
+    def _trained_by_pattern(
+        self, model: nn.Module, parameters: Collection[str]
+    ) -> dict[str, tuple[tuple[str, ...], RowRange | None]]:
+        """Returns by pattern the parameters that it means, and which rows of them; None: all."""
         from finetune.methods.primitives.parameter_patterns import all_names, match_parameters
-        from finetune.methods.primitives.unfrozen_list import match_unfrozen, read_unfrozen, rows_of, split_rows
+        from finetune.methods.primitives.unfrozen_list import match_unfrozen, read_unfrozen, split_rows
 
         config, listing = self.config, self.config.unfrozen_parameters
         if not (config.train or config.freeze or listing):
@@ -90,8 +120,6 @@ class Freeze(WholeTensors):
                 got=", ".join(in_part),
                 fix="method.train: [NAME[a:b]] with the rows that are to train",
             )
-        parameters = {name: p for name, p in model.named_parameters() if name in candidates}
-        frozen = match_parameters(model, parameters, config.freeze, "method.freeze")
         trained = {}
         for pattern in config.train:
             plain, span = split_rows(pattern)
@@ -99,29 +127,7 @@ class Freeze(WholeTensors):
         if listing is not None:
             aliases = {name: own for name, own in all_names(model).items() if name in parameters}
             trained |= match_unfrozen(read_unfrozen(listing), aliases, listing)
-        if not trained:
-            trained["everything"] = (tuple(parameters), None)
-        left_out = frozenset().union(*frozen.values())
-        whole = {name for names, span in trained.values() if span is None for name in names} - left_out
-        self._ranges: dict[str, set[int]] = {}
-        for pattern, (names, span) in trained.items():
-            for name in names if span is not None else ():
-                if name not in whole | left_out:
-                    rows = rows_of(span, name, parameters[name].shape[0], pattern)  # type: ignore[arg-type]
-                    self._ranges.setdefault(name, set()).update(rows)
-        self._whole = [name for name in parameters if name in whole]
-        self._counts = [f"{pattern}: {len(names)}" for pattern, (names, _) in trained.items()]
-        self._counts += [f"not {pattern}: {len(names)}" for pattern, names in frozen.items()]
-        if not whole and not self._ranges:
-            raise TargetError(
-                "everything is frozen",
-                where="method.freeze",
-                got="; ".join(self._counts),
-                fix="fewer patterns in freeze",
-            )
-        packed = [name for name in (*whole, *self._ranges) if not parameters[name].is_floating_point()]
-        if packed:
-            raise TargetError("quantised parameters cannot train", where=", ".join(sorted(packed)[:4]))
+        return trained or {"everything": (tuple(parameters), None)}
 
     def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
         import torch

@@ -401,16 +401,12 @@ def test_works_on_the_matrices_of_an_adapter_and_resumes(tmp_path: Path) -> None
 
 
 TWO_PROCESSES = """
-import os, sys
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import finetune
-from support.tiny import tiny_llama, token_batch
+from support.distributed import distributed, own_rows, save_results
+from support.tiny import tiny_llama
 
-distributed, rank = "RANK" in os.environ, 0
-if distributed:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
 sent = []
 for name in ("all_reduce", "all_gather"):
     def counted(*args, real=getattr(dist, name), **kwargs):
@@ -427,8 +423,7 @@ for accumulation in ("candidates", "exact"):
     optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2, weight_decay=0.1)
     per_step = []
     for step in range(10):
-        rows = token_batch(4, 10, seed=step)
-        mine = rows[2 * rank : 2 * rank + 2] if distributed else rows
+        mine = own_rows(step)
         wrapped(input_ids=mine, labels=mine).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -442,8 +437,7 @@ for accumulation in ("candidates", "exact"):
         assert torch.equal(other, tensor), name
     results[accumulation] = state
     results[accumulation + "/sent"] = per_step
-if rank == 0:
-    torch.save(results, sys.argv[1])
+save_results(results)
 """
 
 

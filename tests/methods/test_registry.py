@@ -189,3 +189,9 @@ def test_a_method_is_attached_once_and_before_it_is_used() -> None:
         method.attach(model)
     assert all(isinstance(parameter, nn.Parameter) for parameter in method.trained_parameters().values())
     assert torch.is_tensor(next(iter(method.state_dict().values())))
+
+
+@pytest.mark.parametrize("first", [{"name": "s2ft"}, {"name": "cofitune", "soft_mask": False}, {"name": "random"}])
+def test_entries_cannot_be_chosen_among_what_another_in_place_method_trains(first: dict[str, object]) -> None:
+    with pytest.raises(CapabilityError, match="id3 cannot follow"):
+        build_method([first, {"name": "id3"}])

@@ -97,14 +97,10 @@ from pathlib import Path
 import torch, torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 import finetune
-from support.tiny import tiny_llama, tiny_qwen, token_batch
+from support.distributed import distributed, own_rows, rank
+from support.tiny import tiny_llama, tiny_qwen
 
 out, names = Path(sys.argv[1]), json.loads(sys.argv[2])
-distributed = "RANK" in __import__("os").environ
-rank = 0
-if distributed:
-    torch.distributed.init_process_group("gloo")
-    rank = torch.distributed.get_rank()
 results = {}
 for name, settings in names.items():
     torch.manual_seed(0)
@@ -122,8 +118,7 @@ for name, settings in names.items():
         wrapped.register_comm_hook(None, count)
     optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2)
     for step in range(4):
-        rows = token_batch(4, 10, seed=step)
-        mine = rows[2 * rank : 2 * rank + 2] if distributed else rows
+        mine = own_rows(step)
         wrapped(input_ids=mine, labels=mine).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
