@@ -41,6 +41,8 @@ def test_what_freeze_names_is_taken_from_what_train_names() -> None:
     assert any(
         "layers:1: 9; not norm: 5; not model.layers.1.mlp.up_proj: 1" in line for line in method.summary().chosen
     )
+    method, _ = attach(train=[f"{EMBEDDING}[3:5]", "attn"], freeze=["embed"])  # rows too
+    assert not any("embed" in name for name in method.trained_parameters())
     method, _ = attach(freeze=["embed", "norm"])
     assert len(method.trained_parameters()) == 14
 

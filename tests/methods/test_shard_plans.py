@@ -72,5 +72,7 @@ def test_prolora_rotates_as_in_the_published_code() -> None:
     # (r - u) shared shards and u vectors of two shards of their own
     assert plan.rows == 5
     assert plan.index[0].tolist() == [[0, 1], [1, 2], [2, 0], [3, 4]]
+    # Eight shards in two slots: half a turn, not one place.
+    assert cyclic_plan(1, 8, unshared=0, shards=2).index[0].tolist()[:2] == [[0, 4], [1, 5]]
     whole = cyclic_plan(1, 2, unshared=2, shards=3)
     assert whole.index[0].tolist() == [[0, 1, 2], [3, 4, 5]]

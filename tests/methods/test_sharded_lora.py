@@ -139,6 +139,15 @@ def test_the_first_step_changes_nothing_and_gives_gradients_to_the_second_factor
             assert (parameter.grad.abs().amax(1) > 0).all()  # balanced: every shard is used
 
 
+def test_the_two_factors_are_dealt_apart_unless_asked_and_begin_within_the_bound_of_a_whole_vector() -> None:
+    for dissociated in (True, False):
+        for layer in layers_of(mos(dissociated=dissociated)).values():
+            same = torch.equal(layer.shards_index_a["default"], layer.shards_index_b["default"])
+            assert same is not dissociated
+            bound = layer.in_features**-0.5
+            assert 0.8 * bound < layer.shards_pool_a["default"].abs().max() <= bound
+
+
 def test_shards_belong_to_their_layers_alone_or_to_all_that_draw_them() -> None:
     model = train(mos())
     layers = [layer for name, layer in layers_of(model).items() if name.endswith("q_proj")]
