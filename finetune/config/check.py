@@ -138,6 +138,10 @@ def _problem(
     key = _dotted(prefix, path)[:-1]
     kinds = {details["type"] for details in errors}
     value = errors[0]["input"]
+    if not path and kinds == {"value_error"}:
+        # Keys that do not go together: what is said about them says it all.
+        what = "; ".join(str(details["ctx"]["error"]) for details in errors)
+        return Problem(what, given.where(prefix.rstrip(".")), got=flow_yaml(value))
     if "missing" in kinds:
         return Problem(f"{key} is missing", given.where(key.rpartition(".")[0]))
     if "extra_forbidden" in kinds:
@@ -187,6 +191,8 @@ def _want(errors: Sequence[ErrorDetails]) -> str:
 def _phrase(details: ErrorDetails) -> str:
     if phrase := _WANT.get(details["type"]):
         return phrase
+    if details["type"] == "value_error":
+        return str(details["ctx"]["error"])
     for bound, words in _BOUNDS.items():
         if bound in details.get("ctx", {}):
             return f"{words} {details['ctx'][bound]:g}"

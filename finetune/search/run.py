@@ -13,7 +13,7 @@ from finetune.config.load import LoadedRecipe, load_recipe
 from finetune.core.errors import CapabilityError, ConfigError, RefusedError
 from finetune.core.files import write_json, write_text
 from finetune.evaluation.run import evaluate_tasks
-from finetune.evaluation.tasks import LM_EVAL, read_task
+from finetune.evaluation.tasks import LM_EVAL, load_rows, read_task
 from finetune.search.percent import percent
 from finetune.search.tree import Found, Node, Scores, search_tree
 from finetune.training.output_folder import RECORD
@@ -82,6 +82,7 @@ def search(
     search.check(resume=resume, overwrite=overwrite)
     # Whatever is wrong with data or model is said before anything of an earlier search is touched.
     make_plan(loaded.recipe, meta=True, limit=_CHECKED_ROWS)
+    search.check_tasks()
     search.prepare(resume=resume)
     base = search.base_scores()
     section = loaded.recipe.search
@@ -120,6 +121,12 @@ class _Search:
                 where=str(recipe),
                 fix="the same recipe (max_runs and max_steps may differ), or --overwrite",
             )
+
+    def check_tasks(self) -> None:
+        """Sees that the tasks have rows; those of lm-eval fetch their own."""
+        for name, task in {**self.speciality, **self.versatility}.items():
+            if not name.startswith(LM_EVAL):
+                load_rows(read_task(task), limit=1)
 
     def prepare(self, *, resume: bool) -> None:
         """Removes what an earlier search has made, unless this one goes on with it, and writes the recipe."""

@@ -188,6 +188,18 @@ def test_the_resolved_recipe_has_every_key_and_is_read_back_from_anywhere(
     assert set(read_yaml(first.resolved_yaml(), "resolved").data["method"]) > {"name", "ratio", "select"}
 
 
+def test_keys_of_a_method_that_do_not_go_together_are_said_in_one_line(write: Write) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe([write(RECIPE)], ["method={name: mos, r: 4, equiv_rank: 8}"])
+    (problem,) = caught.value.problems
+    assert problem.what == "private_rank 2 <= equiv_rank 8 <= r 4 does not hold"
+    assert problem.where == "argument 1  method"
+    with pytest.raises(ConfigError) as caught:
+        load_recipe([write(RECIPE)], ["method={name: cofitune, modules: [up, up]}"])
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.want) == ("argument 1  method.modules", "each may be named once")
+
+
 def test_files_that_a_method_names_are_found_from_anywhere(write: Write, tmp_path: Path) -> None:
     for name in ("scores.json", "a.safetensors"):
         Path(name).write_text("", encoding="utf-8")

@@ -193,6 +193,7 @@ def test_what_a_search_needs_is_said_before_anything_is_loaded(recipe: Path, tmp
         (["search.speciality=[cron]", "search.versatility=[cron]"], ConfigError, "told apart"),
         (["search.versatility=['loss:a/x.jsonl','loss:b/x.jsonl']"], ConfigError, "told apart"),
         (["model.name_or_path=./missing"], ConfigError, "missing"),
+        (["search.versatility=['loss:absent.jsonl']"], FinetuneError, "absent.jsonl"),
         (["search.versatility=[crom]"], ConfigError, "cron"),
     ]:
         with pytest.raises(error) as caught:
