@@ -89,6 +89,7 @@ class Method(ABC):
         narrows_added: Whether the method can choose among parameters that an earlier method added to the model.
         recomputes: Whether it trains with activations that are computed again in the backward pass.
         takes_turns: Whether parameters that train may rest for some steps.
+        stock: Whether stock PEFT loads what it saves.
         model: The model after :meth:`attach`.
     """
 
@@ -99,6 +100,7 @@ class Method(ABC):
     narrows_added: ClassVar[bool] = False
     recomputes: ClassVar[bool] = True
     takes_turns: ClassVar[bool] = False
+    stock: ClassVar[bool] = False
     Config: ClassVar[type[MethodConfig]] = MethodConfig
 
     def __init__(self, config: MethodConfig | None = None) -> None:

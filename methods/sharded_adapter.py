@@ -42,6 +42,7 @@ class ShardedAdapter(PeftTuner):
     config: ShardedAdapterConfig
     # The tuner is ours and says itself what is wrong; only what PEFT says of targets comes as a ValueError.
     refuses_by: ClassVar[tuple[type[Exception], ...]] = (ValueError,)
+    stock: ClassVar[bool] = False
     sharing: ClassVar[str]
 
     def _peft_type(self) -> Any:

@@ -74,7 +74,7 @@ def _what_it_is(run: Mapping[str, Any]) -> str:
 
 def _how_to_load(run: Mapping[str, Any]) -> str:
     base = str(lookup(run, "model.name_or_path", "BASE_MODEL"))
-    stock = lookup(run, "method.kind") == "adapter" and not base.startswith("bundled:")
+    stock = lookup(run, "method.stock") and not base.startswith("bundled:")
     if stock:
         load = (
             "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"

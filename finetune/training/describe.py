@@ -44,6 +44,7 @@ def describe_record(
             "config": metadata["config"],
             "paper": plan.method.paper,
             "kind": plan.method.kind,
+            "stock": plan.method.stock,
             "trained": summary.trained,
             "total": summary.total,
             "share": summary.share,

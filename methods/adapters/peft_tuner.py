@@ -52,6 +52,7 @@ class PeftTuner(Method):
     """
 
     kind: ClassVar[Kind] = "adapter"
+    stock: ClassVar[bool] = True
     Config: ClassVar[type[MethodConfig]] = cast("type[MethodConfig]", _LazyConfig())
     source: ClassVar[PeftTunerSource]
     fixed: ClassVar[Mapping[str, Any]] = {}

@@ -59,6 +59,7 @@ def complete_record() -> dict[str, Any]:
             "config": {"r": 8, "target": NASTY},
             "paper": "arXiv 2106.09685",
             "kind": "adapter",
+            "stock": True,
             "trained": 2442240,
             "total": 134515008,
             "share": 2442240 / 134515008,

@@ -122,6 +122,7 @@ def test_checkpoints_hold_what_trains_and_no_base(s2ft_run: Path) -> None:
         *((name, "float32") for name in ("lora", "full", "dora", "vera", "top_layers", "id3", "fish", "spiel")),
         *((name, dtype) for name in ("lisa", "badam", "gradual", "cofitune") for dtype in ("float32", "bfloat16")),
         ("spectrum", "float32"),
+        ("pure_sharing", "float32"),
     ],
 )
 def test_the_same_recipe_trains_with_every_method(workshop: Path, tmp_path: Path, name: str, dtype: str) -> None:
@@ -137,6 +138,8 @@ def test_the_same_recipe_trains_with_every_method(workshop: Path, tmp_path: Path
             *own.get(name, []),
         )
     assert result.record["method"]["name"] == name
+    card = (tmp_path / "run" / "final" / "README.md").read_text()
+    assert ("PeftModel.from_pretrained" in card) is (name in {"lora", "dora", "vera"})
     model, _ = load_tuned(tmp_path / "run", dtype="float32", device="cpu")
     assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
 
