@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 
 from finetune.cli.settings import Settings
 
-__all__ = ["launch"]
+__all__ = ["launch", "leave_processes"]
 
 INTERRUPTED = 130
 
@@ -30,6 +31,18 @@ def launch(processes: int, settings: Settings) -> int:
     except SignalException:
         return INTERRUPTED
     return 0
+
+
+def leave_processes() -> None:
+    """Ends the talk among processes, where there is any, before the interpreter ends.
+
+    A worker thread of gloo that still holds a tensor by then aborts a process that has done its work (PyTorch #179291).
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        gc.collect()  # the group ends with the last that holds it, such as DDP's reducer in a cycle
+        dist.destroy_process_group()
 
 
 def _torchrun_arguments(processes: int, settings: Settings) -> list[str]:

@@ -38,16 +38,19 @@ def train(
     """Fine-tunes a model as a recipe says."""
     settings: Settings = context.obj
     loaded = load_from_arguments(context, recipe)
-    if nproc > 1:
-        from finetune.cli.launch import launch
+    from finetune.cli.launch import launch, leave_processes
 
+    if nproc > 1:
         return launch(nproc, settings)
 
     from finetune.training.run import train as run
 
     _name_idle_devices(settings)
     result = run(loaded, dry_run=dry_run, resume=resume, overwrite=overwrite, force=force, console=settings.console())
-    return result.exit_code
+    code = result.exit_code
+    del result
+    leave_processes()
+    return code
 
 
 def with_resume_value(arguments: Sequence[str]) -> list[str]:

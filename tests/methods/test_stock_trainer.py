@@ -93,16 +93,14 @@ def test_the_backward_pass_ends_at_the_lowest_trained_block_also_when_activation
 
 TWO_PROCESSES = """
 import json, sys
-from pathlib import Path
 import torch, torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 import finetune
-from support.distributed import distributed, own_rows, rank
+from support.distributed import distributed, own_rows, save_results
 from support.tiny import tiny_llama, tiny_qwen
 
-out, names = Path(sys.argv[1]), json.loads(sys.argv[2])
 results = {}
-for name, settings in names.items():
+for name, settings in json.loads(sys.argv[2]).items():
     torch.manual_seed(0)
     method = finetune.method(name, **settings)
     model = method.attach(tiny_qwen() if name == "bitfit" else tiny_llama())
@@ -130,8 +128,7 @@ for name, settings in names.items():
             torch.distributed.broadcast(copy, 0)
             assert torch.equal(copy, tensor), name
     results[name] = state
-if rank == 0:
-    torch.save(results, out)
+save_results(results)
 """
 
 

@@ -46,6 +46,14 @@ def whole_parameters(model: Any, *, without: str = "") -> dict[str, Tensor]:
 
 
 def save_results(results: Any) -> None:
-    """Writes them where the script was told, once."""
+    """Writes them where the script was told, once, and ends the script.
+
+    Without the interpreter's own end: a thread of gloo that still holds a tensor then would abort the process, and
+    what DDP and FSDP2 hold keeps the group from being destroyed before (PyTorch #179291).
+    """
     if rank == 0:
         torch.save(results, sys.argv[1])
+    if distributed:
+        dist.barrier()
+        sys.stderr.flush()
+        os._exit(0)
