@@ -37,11 +37,11 @@ def search(
     if as_json:
         print_json(_as_data(found))
     else:
-        _print(found)
+        _print(found, loaded.given)
     return found.exit_code
 
 
-def _print(found: SearchResult) -> None:
+def _print(found: SearchResult, given: str) -> None:
     headers = ["layers", "modules", "speciality", "versatility", "sum", ""]
     base = found.base
     rows = [["none", "untouched model", f"{base.speciality:.1f}", f"{base.versatility:.1f}", "", ""]]
@@ -57,7 +57,8 @@ def _print(found: SearchResult) -> None:
     if found.best is not None:
         node = found.best.node
         print(f"best     {found.run_of(node)}, with its weights in final")
-        print(f"next     finetune train RECIPE method.layers={node.layers} method.modules=[{','.join(node.modules)}]")
+        chosen = f"method.layers={node.layers} 'method.modules=[{','.join(node.modules)}]'"
+        print(f"next     finetune train {given} {chosen} output_dir={found.folder}-best")
 
 
 def _as_data(found: SearchResult) -> dict[str, object]:
