@@ -1,4 +1,4 @@
-"""Factors from shared pools as a stock LoRA adapter."""
+"""A low-rank update as a stock LoRA adapter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from finetune.core.files import replaced_folder
-from finetune.methods.primitives.shard_layer import LinearShards
+from finetune.methods.primitives.low_rank_layer import LowRankLayer
 
 __all__ = ["write_lora"]
 
@@ -18,7 +18,7 @@ _ADAPTER = "default"
 
 
 @torch.no_grad()
-def write_lora(folder: Path, layers: Mapping[str, LinearShards], alpha: float, *, base_model: str) -> None:
+def write_lora(folder: Path, layers: Mapping[str, LowRankLayer], alpha: float, *, base_model: str) -> None:
     """Writes ``adapter_config.json`` and ``adapter_model.safetensors`` of LoRA.
 
     Args:
@@ -32,12 +32,10 @@ def write_lora(folder: Path, layers: Mapping[str, LinearShards], alpha: float, *
     tensors: dict[str, Tensor] = {}
     ranks = {}
     for name, layer in layers.items():
-        first, second = layer.factors(_ADAPTER, torch.float32)
-        if _ADAPTER in layer.shards_factors:
-            first = first * layer.shards_factors[_ADAPTER][:, None]
+        first, second = layer.plain_factors(_ADAPTER)
         ranks[name] = first.shape[0]
         tensors[f"base_model.model.{name}.lora_A.weight"] = first.cpu().contiguous()
-        tensors[f"base_model.model.{name}.lora_B.weight"] = second.t().cpu().contiguous()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = second.cpu().contiguous()
     most = max(ranks.values())
     config = LoraConfig(
         r=most,
