@@ -1,5 +1,6 @@
-"""Import this before stock PEFT loads an adapter that ``mos``, ``prolora`` or ``pure_sharing`` trained."""
+"""Import this before stock PEFT loads an adapter of a tuner of ours, or to make one with ``get_peft_model``."""
 
 from finetune.methods.primitives.shard_tuner import ShardsConfig, ShardsTuner
+from finetune.methods.primitives.skill_tuner import SkillsConfig, SkillsTuner
 
-__all__ = ["ShardsConfig", "ShardsTuner"]
+__all__ = ["ShardsConfig", "ShardsTuner", "SkillsConfig", "SkillsTuner"]
