@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.core.errors import CheckpointError
+from finetune.core.errors import CapabilityError, CheckpointError
+from finetune.core.routing import use_task
 from finetune.methods import Method, build_method
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def method(name: str, **config: Any) -> Method:
     return build_method({"name": name, **config})
 
 
-def load(base: str | PreTrainedModel, folder: str | Path, **options: Any) -> nn.Module:
+def load(base: str | PreTrainedModel, folder: str | Path, *, task: str | None = None, **options: Any) -> nn.Module:
     """Returns the tuned model: the base with the learned state in ``folder``, in evaluation mode.
 
     What was learned in the base's own weights is written into them, and the result is a plain Hugging Face model. An
@@ -46,18 +47,27 @@ def load(base: str | PreTrainedModel, folder: str | Path, **options: Any) -> nn.
     Args:
         base: What ``model.name_or_path`` of a recipe may be, or a loaded model, which is changed in place.
         folder: What :meth:`finetune.methods.Method.save` or a run's ``final`` wrote, or an adapter of stock PEFT.
+        task: Which task rows have that name none, where what was learned tells tasks apart.
         **options: As for :func:`finetune.models.load_model`, where ``base`` is a name; a ``dtype`` that is not given is
             float32 where the base was trained in it.
 
     Raises:
         CheckpointError: The state is missing, damaged, incomplete, or belongs to another base.
         ConfigError: The base cannot be loaded.
+        CapabilityError: A task is given, and what was learned does not tell tasks apart.
+        DataError: The task is unknown.
     """
+    model = _load(base, Path(folder), options)
+    if task is not None and not use_task(model, task):
+        raise CapabilityError("what was learned does not tell tasks apart", where="task", got=task)
+    return model
+
+
+def _load(base: str | PreTrainedModel, folder: Path, options: dict[str, Any]) -> nn.Module:
     from finetune.core.learned_state import DELTA, DELTA_CONFIG, apply_learned_state, learned_names, read_learned_state
     from finetune.methods.primitives.peft_files import ADAPTER_CONFIG, load_adapter
     from finetune.methods.state import read_method_file
 
-    folder = Path(folder)
     if (folder / ADAPTER_CONFIG).is_file():
         model = _base_model(base, read_method_file(folder), folder, options)
         return _evaluating(load_adapter(model, folder))

@@ -216,8 +216,16 @@ class Method(ABC):
     def bind(self, *, total_steps: int) -> None:  # noqa: B027 - most methods do not care
         """Tells the attached method how many optimizer steps the run has; for those whose choice follows a schedule."""
 
-    def name_tasks(self, tasks: Sequence[str]) -> None:  # noqa: B027 - most methods do not care
-        """Tells the method, before it is attached, which tasks the training rows belong to; for those that route."""
+    def name_tasks(self, tasks: Sequence[str], *, asked: Mapping[str, str] | None = None) -> None:  # noqa: B027
+        """Tells a method that routes, before it is attached, what it will be asked.
+
+        Args:
+            tasks: Names of the training rows' tasks.
+            asked: Names of tasks that it will be measured on, and where they come from.
+
+        Raises:
+            DataError: It would refuse a task.
+        """
 
     def use_task(self, task: str | None) -> None:
         """Says which task rows have that name none, and which is merged and exported.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ class Composition(Method):
         self.paper = methods[-1].paper  # type: ignore[misc]
         self.kind: Kind = methods[-1].kind  # type: ignore[misc]
         self.takes_turns = methods[-1].takes_turns  # type: ignore[misc]
+        self.routes = any(method.routes for method in methods)  # type: ignore[misc]
 
     @property
     def _attached(self) -> list[Method]:
@@ -55,6 +56,15 @@ class Composition(Method):
     def calibration_examples(self, total: int) -> int:
         """Returns the most that a member looks at."""
         return max(method.calibration_examples(total) for method in self._attached)
+
+    def name_tasks(self, tasks: Sequence[str], *, asked: Mapping[str, str] | None = None) -> None:
+        """Tells every member."""
+        for method in self.methods:
+            method.name_tasks(tasks, asked=asked)
+
+    def use_task(self, task: str | None) -> None:
+        """Tells the member that routes, of which there is one at most."""
+        next((method for method in self.methods if method.routes), self.methods[0]).use_task(task)
 
     def bind(self, *, total_steps: int) -> None:
         """Tells every member."""

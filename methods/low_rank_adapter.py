@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
@@ -41,10 +41,9 @@ class LowRankAdapter(PeftTuner):
 
     def _layers(self) -> dict[str, LowRankLayer]:
         """Returns the adapted layers by their name in the base."""
-        from finetune.methods.primitives.low_rank_layer import LowRankLayer
+        from finetune.methods.primitives.lora_export import low_rank_layers
 
-        model = cast(Any, self.model).base_model.model
-        return {name: layer for name, layer in model.named_modules() if isinstance(layer, LowRankLayer)}
+        return low_rank_layers(self.model)
 
     def export_adapter(self, folder: str | Path) -> None:
         """Writes the plain factors as a stock LoRA adapter; the update is the same, bit for bit."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune.cli.options import Base, MaxNewTokens, Target
+from finetune.cli.options import Base, MaxNewTokens, Target, TrainedTask
 
 if TYPE_CHECKING:
     from finetune.evaluation.chat import ChatSession
@@ -26,11 +26,12 @@ def chat(
     base: Base = None,
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
     max_new_tokens: MaxNewTokens = 256,
+    task: TrainedTask = None,
 ) -> None:
     """Talks to a model; without a terminal, every line of the input is a message."""
     from finetune.evaluation.chat import ChatSession
 
-    session = ChatSession(target, base=base, system=system, max_new_tokens=max_new_tokens)
+    session = ChatSession(target, base=base, system=system, max_new_tokens=max_new_tokens, task=task)
     if message is not None:
         _answer(session, message)
         return

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from finetune.cli.options import Run
+from finetune.cli.options import Run, TrainedTask
 
 EXAMPLES = """
 finetune export runs/quickstart adapter --to peft
@@ -19,8 +19,9 @@ def export(
     run: Run,
     out: Annotated[Path, typer.Argument(help="Folder to write to.")],
     to: Annotated[str, typer.Option("--to", help="merged, peft or safetensors.")] = "peft",
+    task: TrainedTask = None,
 ) -> None:
     """Writes what was learned in a form that other tools load."""
     from finetune.export.run import export_run
 
-    print(export_run(run, out, to))
+    print(export_run(run, out, to, task=task))

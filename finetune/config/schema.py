@@ -58,6 +58,12 @@ class Source(Section):
     )
     format: DataFormat | None = Field(default=None, description="Form of this source's rows; null: data.format.")
     subset: str | None = Field(default=None, description="Configuration name of a hub data set.")
+    columns: dict[str, str] | None = Field(
+        default=None, description="Our column name -> this source's; null: data.columns."
+    )
+    task: str | None = Field(
+        default=None, description="Task of rows without a column `task`, for methods that route; null: the file's name."
+    )
 
 
 def _as_sources(value: Any) -> Any:
@@ -87,7 +93,7 @@ class DataSection(Section):
     train: Annotated[
         list[Source],
         BeforeValidator(_as_sources, json_schema_input_type=_AnySource),
-        Field(min_length=1, description="Path, hub name, {path, split, weight, format, subset}, or a list of those."),
+        Field(min_length=1, description="Path, hub name, {path, split, weight, format, ...}, or a list of those."),
     ]
     eval: Annotated[
         list[Source] | float | int | None,

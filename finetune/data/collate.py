@@ -24,15 +24,21 @@ class PaddingCollator:
 
     pad_token_id: int
 
-    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """Returns ``input_ids``, ``labels`` and, where a row is padded, ``attention_mask``: int64 (B, T)."""
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Returns a batch.
+
+        ``input_ids``, ``labels`` and, where a row is padded, ``attention_mask``: int64 (B, T). Where rows have a task,
+        ``tasks``: the names, one per row.
+        """
         longest = max(len(row["input_ids"]) for row in rows)
-        batch = {
+        batch: dict[str, Any] = {
             "input_ids": _padded([row["input_ids"] for row in rows], longest, self.pad_token_id),
             "labels": _padded([row["labels"] for row in rows], longest, IGNORED),
         }
         if any(len(row["input_ids"]) < longest for row in rows):
             batch["attention_mask"] = _padded([[1] * len(row["input_ids"]) for row in rows], longest, 0)
+        if "task" in rows[0]:
+            batch["tasks"] = [row["task"] for row in rows]
         return batch
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from finetune.core.errors import ConfigError, DataError, Problem, list_choices, nearest
@@ -47,7 +49,8 @@ def load_conversations(
     """
     conversations, dropped = [], []
     for source in sources:
-        rows, bad = _read(source, source.format or format, columns or {}, system)
+        own_columns = source.columns if source.columns is not None else columns
+        rows, bad = _read(source, source.format or format, own_columns or {}, system)
         if bad and on_error == "fail":
             raise DataError.of([_problem(row, len(bad)) for row in bad[:_REPORTED]])
         if not rows:
@@ -75,7 +78,8 @@ def _read(
             if isinstance(row, BadRowError):
                 raise row
             named = {theirs.get(name, name): value for name, value in row.items()}
-            good.append(_conversation(named, format_name, system, str(number), source.path, line))
+            row_of = _conversation(named, format_name, system, str(number), source.path, line)
+            good.append(replace(row_of, task=str(row_of.extra.get("task") or source.task or Path(source.path).stem)))
         except BadRowError as reason:
             bad.append(Dropped(source.path, line, str(number), reason.reason, reason.detail))
     return good, bad

@@ -37,12 +37,14 @@ class PreparedData:
     """Tokenised examples.
 
     Attributes:
-        dataset: Columns ``input_ids``, ``labels``, ``length`` (tokens), and ``documents`` (lengths) where packed.
+        dataset: Columns ``input_ids``, ``labels``, ``length`` (tokens), ``documents`` (lengths) where packed, and
+            ``task`` where asked for.
         dropped: Rows that are not used.
         examples: Examples, before packing.
         fingerprint: 16 hexadecimal digits over content, template, tokenizer and options.
         tokenizer: Which made the tokens.
         eos_share: Share of the examples whose answers end in a special token that carries loss, in [0, 1].
+        tasks: Names of the rows' tasks, in alphabetical order, where asked for.
     """
 
     dataset: datasets.Dataset
@@ -51,6 +53,7 @@ class PreparedData:
     fingerprint: str
     tokenizer: PreTrainedTokenizerBase
     eos_share: float
+    tasks: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -90,6 +93,7 @@ def prepare_dataset(
     vocabulary_size: int | None = None,
     cache: bool = True,
     limit: int | None = None,
+    tasks: bool = False,
 ) -> PreparedData:
     """Reads, renders, tokenises, truncates and packs.
 
@@ -110,6 +114,7 @@ def prepare_dataset(
         vocabulary_size: Rows of the model's embedding; no token may lie beyond.
         cache: Whether the result is kept in the user's cache folder.
         limit: Uses at most so many rows.
+        tasks: Whether each example keeps its task; not with ``packing``, which puts several into a row.
 
     Raises:
         DataError: Data, template or masks are unusable (P8, P10, P11).
@@ -117,19 +122,27 @@ def prepare_dataset(
     conversations, unusable = load_conversations(
         sources, format=format, columns=columns, system=system, on_error=on_error, seed=seed
     )
+    names = tuple(sorted({row.task for row in conversations})) if tasks else ()
     conversations = conversations[:limit]
-    options = {"loss_on": loss_on, "max_length": max_length, "truncation": truncation, "packing": packing}
+    options: dict[str, Any] = {
+        "loss_on": loss_on,
+        "max_length": max_length,
+        "truncation": truncation,
+        "packing": packing,
+    }
+    if tasks:
+        options["tasks"] = [row.task for row in conversations]
     fingerprint = _fingerprint(conversations, tokenizer, options)
     folder = cache_folder() / "data" / fingerprint
     stored = _read_cache(folder) if cache else None
     if stored is None:
         _check_prompts(conversations[:_PROMPTS_CHECKED], tokenizer)
-        stored = _tokenise(conversations, tokenizer, loss_on, max_length, truncation)
+        stored = _tokenise(conversations, tokenizer, loss_on, max_length, truncation, tasks=tasks)
         if cache:
             _write_cache(folder, stored)
     dataset, dropped, eos_share = stored
     _check(dataset, dropped, unusable, len(conversations), max_dropped, tokenizer, vocabulary_size)
-    prepared = PreparedData(dataset, (*unusable, *dropped), len(dataset), fingerprint, tokenizer, eos_share)
+    prepared = PreparedData(dataset, (*unusable, *dropped), len(dataset), fingerprint, tokenizer, eos_share, names)
     return _packed(prepared, max_length) if packing else prepared
 
 
@@ -160,12 +173,14 @@ def _tokenise(
     loss_on: LossOn,
     max_length: int,
     truncation: Truncation,
+    *,
+    tasks: bool,
 ) -> Stored:
     import datasets
     from rich.console import Console
     from rich.progress import track
 
-    columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "length": []}
+    columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "length": [], **({"task": []} if tasks else {})}
     dropped: list[Dropped] = []
     ended = 0
     starts = range(0, len(conversations), _BATCH)
@@ -180,10 +195,13 @@ def _tokenise(
                 columns["input_ids"].append(fitted.input_ids)
                 columns["labels"].append(fitted.labels)
                 columns["length"].append(len(fitted.input_ids))
+                if tasks:
+                    columns["task"].append(row.task)
                 ended += fitted.ends_with_eos
     # Schema is given so that a data set without rows has it too.
     tokens = datasets.List(datasets.Value("int32"))
-    features = datasets.Features({"input_ids": tokens, "labels": tokens, "length": datasets.Value("int32")})
+    kinds = {"input_ids": tokens, "labels": tokens, "length": datasets.Value("int32"), "task": datasets.Value("string")}
+    features = datasets.Features({name: kinds[name] for name in columns})
     dataset = datasets.Dataset.from_dict(columns, features=features)
     return dataset, dropped, ended / max(1, len(dataset))
 

@@ -32,6 +32,14 @@ class DataSource(Protocol):
     def subset(self) -> str | None:
         """Configuration name of a hub data set."""
 
+    @property
+    def columns(self) -> Mapping[str, str] | None:
+        """Our column name -> the source's; None is the caller's."""
+
+    @property
+    def task(self) -> str | None:
+        """Task of the rows that name none; None is the name of the file."""
+
 
 @dataclass(frozen=True)
 class Message:
@@ -58,6 +66,7 @@ class Conversation:
         extra: Columns that are not part of the conversation.
         text: Plain text.
         tools: Descriptions of the tools that the assistant may call.
+        task: What the row is about, for methods that tell tasks apart.
     """
 
     messages: tuple[Message, ...]
@@ -67,6 +76,7 @@ class Conversation:
     extra: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
     tools: tuple[Any, ...] = ()
+    task: str = ""
 
     @property
     def where(self) -> str:

@@ -26,6 +26,7 @@ class ChatSession:
         base: The base model, where the target does not know it.
         system: System message, or None for what the chat template does without one.
         max_new_tokens: Tokens after which an answer is cut off.
+        task: Which of its tasks the model is to do, where it tells them apart.
 
     Attributes:
         messages: What was said so far.
@@ -36,11 +37,17 @@ class ChatSession:
     """
 
     def __init__(
-        self, target: str, *, base: str | None = None, system: str | None = None, max_new_tokens: int = 256
+        self,
+        target: str,
+        *,
+        base: str | None = None,
+        system: str | None = None,
+        max_new_tokens: int = 256,
+        task: str | None = None,
     ) -> None:
         from finetune.models import load_tuned
 
-        self._model, self._tokenizer = load_tuned(target, base=base)
+        self._model, self._tokenizer = load_tuned(target, base=base, task=task)
         self._max_new_tokens = max_new_tokens
         self._system = system
         self.messages: list[Message] = []

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from finetune.core.errors import DataError
+from finetune.core.routing import routed
 from finetune.data.records import Conversation, Message
 from finetune.data.render import render, render_prompt
 from finetune.evaluation.choice import choose
@@ -55,6 +56,13 @@ def score_task(
     Raises:
         DataError: A row is unusable.
     """
+    with routed(model, task.trained_as):
+        return _score(model, tokenizer, task, scoring, progress_of)
+
+
+def _score(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, task: Task, scoring: Scoring, progress_of: ProgressOf
+) -> list[TaskResult]:
     if task.kind == "lm_eval":
         return run_lm_eval(model, tokenizer, task.name, limit=scoring.limit, batch_size=scoring.batch_size)
     rows = load_rows(task, scoring.limit)

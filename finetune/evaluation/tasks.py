@@ -52,7 +52,15 @@ class Task(BaseModel):
     columns: dict[str, str] = Field(default={}, description="Our column -> the file's, as data.columns.")
     system: str | None = Field(default=None, description="System message of rows that have none, as data.system.")
     max_new_tokens: int | None = Field(default=None, ge=1, description="Limit of a generation; None: eval's.")
+    task: str | None = Field(
+        default=None, description="Which task of the training rows this is, for methods that route; None: its name."
+    )
     description: str = Field(default="", description="One line on what the task is about.")
+
+    @property
+    def trained_as(self) -> str:
+        """Name of the task among those of the training rows."""
+        return self.task or self.name
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,8 @@ class _Source:
     weight: float = 1.0
     format: str | None = None
     subset: str | None = None
+    columns: Mapping[str, str] | None = None
+    task: str | None = None
 
 
 def read_task(given: str | Mapping[str, Any]) -> Task:

@@ -60,7 +60,7 @@ class MergeReport:
         )
 
 
-def merge_run(run: Path, out: Path, dtype: str | None = None) -> MergeReport:
+def merge_run(run: Path, out: Path, dtype: str | None = None, *, task: str | None = None) -> MergeReport:
     """Writes the tuned model of ``run`` with its tokenizer, reads it back and compares it with what was trained.
 
     The sum of base and update is formed in float32 and rounded once.
@@ -69,6 +69,7 @@ def merge_run(run: Path, out: Path, dtype: str | None = None) -> MergeReport:
         run: Run directory, its ``final``, or an adapter folder.
         out: Folder that does not exist or is empty.
         dtype: ``float32``, ``bfloat16`` or ``float16``; None is that of the run, else of the base's config.
+        task: Which of the tasks is merged, where what was learned tells them apart.
 
     Raises:
         RefusedError: ``out`` holds something.
@@ -86,7 +87,7 @@ def merge_run(run: Path, out: Path, dtype: str | None = None) -> MergeReport:
         raise CheckpointError("there is no such run", where=str(run), want="a run directory or its final folder")
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}", want=", ".join(_DTYPES), near=nearest(dtype, _DTYPES))
-    model, tokenizer = load_tuned(run, dtype="float32")
+    model, tokenizer = load_tuned(run, dtype="float32", task=task)
     prompts = [tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids for text in _PROMPTS]
     expected = _logits(model, prompts)
     plain = cast(Any, _merged(model))

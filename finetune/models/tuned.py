@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.core.errors import CheckpointError
+from finetune.core.errors import CapabilityError, CheckpointError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,13 +42,14 @@ def base_of(target: Path) -> str | None:
 
 
 def load_tuned(
-    target: str | Path, *, base: str | None = None, **options: Any
+    target: str | Path, *, base: str | None = None, task: str | None = None, **options: Any
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """Returns the model and tokenizer of a run directory, its ``final``, an adapter folder, or a plain model.
 
     Args:
         target: Run directory, learned state, model folder, hub id or bundled model.
         base: The base model, where the target's own record of it is wrong or absent.
+        task: Which task rows have that name none, where what was learned tells tasks apart.
         **options: As for :func:`finetune.models.load_model`.
 
     Raises:
@@ -62,10 +63,12 @@ def load_tuned(
     folder = state_folder(path) if path.is_dir() else path
     learned = next((name for name in ("delta_config.json", "adapter_config.json") if (folder / name).is_file()), None)
     if learned is None:
+        if task is not None:
+            raise CapabilityError("a plain model does not tell tasks apart", where="task", got=task)
         return load_model(str(target), **options), load_tokenizer(str(target))
     recorded = json.loads((folder / learned).read_text(encoding="utf-8"))
     base = base or base_of(path) or recorded.get("base_model") or recorded.get("base_model_name_or_path")
     if not base:
         raise CheckpointError("the learned state does not say what its base is", where=str(folder), fix="--base MODEL")
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    return load(base, folder, **options), load_tokenizer(str(folder) if has_tokenizer else base)
+    return load(base, folder, task=task, **options), load_tokenizer(str(folder) if has_tokenizer else base)

@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.core.files import write_text
 from finetune.report.figures import bytes_in_words, count_in_words, seconds_in_words, share_in_words
-from finetune.report.record import command_of, lookup
+from finetune.report.record import a_task, command_of, lookup
 from finetune.report.results import ResultRow, compare_results
 
 __all__ = ["write_model_card"]
@@ -74,6 +74,7 @@ def _what_it_is(run: Mapping[str, Any]) -> str:
 
 def _how_to_load(run: Mapping[str, Any]) -> str:
     base = str(lookup(run, "model.name_or_path", "BASE_MODEL"))
+    task = "" if (name := a_task(run)) is None else f", task={json.dumps(name)}"
     stock = lookup(run, "method.stock") and not base.startswith("bundled:")
     if stock:
         load = (
@@ -85,7 +86,7 @@ def _how_to_load(run: Mapping[str, Any]) -> str:
         load = (
             "import finetune\nfrom transformers import AutoTokenizer\n\n"
             'folder = "."  # where this file is\n'
-            f"model = finetune.load({json.dumps(base)}, folder)"
+            f"model = finetune.load({json.dumps(base)}, folder{task})"
         )
     rest = (
         "tokenizer = AutoTokenizer.from_pretrained(folder)  # with the chat template of the training\n"

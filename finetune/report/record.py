@@ -10,7 +10,7 @@ from typing import Any
 
 from finetune.core.errors import CheckpointError
 
-__all__ = ["command_of", "lookup", "next_commands", "read_record"]
+__all__ = ["a_task", "command_of", "lookup", "next_commands", "read_record"]
 
 RECORD = "run.json"
 
@@ -57,14 +57,21 @@ def command_of(record: Mapping[str, Any]) -> str:
     return " ".join([program, *map(shlex.quote, argv[1:])])
 
 
+def a_task(record: Mapping[str, Any]) -> str | None:
+    """Returns one of the tasks that the tuned model tells apart, or None where it does not."""
+    tasks = lookup(record, "method.config.tasks")
+    return str(tasks[-1]) if tasks else None
+
+
 def next_commands(run: Path, record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns what a user may type next, and what for."""
     folder = shlex.quote(str(run))
+    task = "" if (name := a_task(record)) is None else f" --task {shlex.quote(name)}"
     if record.get("status") == "completed" or (run / "final").is_dir():
         return [
-            (f"finetune chat {folder}", "talk to the tuned model"),
+            (f"finetune chat {folder}{task}", "talk to the tuned model"),
             (f"finetune eval {folder}", "evaluate it again"),
-            (f"finetune merge {folder} {shlex.quote(f'{run}-merged')}", "write it as a plain Hugging Face model"),
+            (f"finetune merge {folder} {shlex.quote(f'{run}-merged')}{task}", "write it as a plain Hugging Face model"),
         ]
     config = shlex.quote(str(run / "config.resolved.yaml"))
     if any(run.glob("checkpoint-*")):

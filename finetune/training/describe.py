@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from finetune import __version__
+from finetune.report.record import next_commands
 
 if TYPE_CHECKING:
     from finetune.config.load import LoadedRecipe
@@ -137,10 +138,8 @@ def describe_end(run: Path, record: dict[str, Any]) -> str:
             f"{run / 'final'}  {saved / 1e6:.1f} MB, {saved / memory['base_bytes']:.1%} of the model in bfloat16",
         ),
         ("report", str(run / "report.html")),
-        ("next", f"finetune chat {run}"),
-        ("", f"finetune eval {run}"),
-        ("", f"finetune merge {run} {run}-merged"),
     ]
+    lines += [("" if row else "next", command) for row, (command, _) in enumerate(next_commands(run, record))]
     return "\n".join(f"{label:<9}{text}" for label, text in lines)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from finetune.core.errors import FinetuneWarning
 from finetune.core.evaluation_mode import evaluation_mode
+from finetune.core.routing import routed
 
 __all__ = ["CHUNK", "LeanLoss", "linear_cross_entropy"]
 
@@ -120,5 +121,6 @@ class LeanLoss:
         ids = torch.arange(8, device=self._head.weight.device).reshape(1, 8) % self._model.config.vocab_size
         labels = ids.clone()
         labels[:, :3] = _IGNORED
-        loss: Tensor = model(input_ids=ids, labels=labels).loss
+        with routed(model):
+            loss: Tensor = model(input_ids=ids, labels=labels).loss
         return loss

@@ -20,6 +20,7 @@ from finetune.models.dtype import best_attention, resolve_device
 from finetune.models.load import resolve_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -144,10 +145,12 @@ def make_plan(recipe: Recipe, *, meta: bool = False, limit: int | None = None) -
     tokenizer = load_tokenizer(section.name_or_path, chat_template=recipe.data.chat_template, **source)
     arguments = _training_arguments(recipe, method)
     text_config = config.get_text_config()
-    train, calibration, evaluation = _prepare(recipe, tokenizer, text_config, limit)
+    train, calibration, evaluation = _prepare(recipe, tokenizer, text_config, limit, tasks=method.routes)
     _check_batches(train, arguments)
+    asked = _asked(recipe, evaluation) if method.routes else {}
+    method.name_tasks(train.tasks, asked=asked)
     if not meta:
-        _check_targets(recipe, source)
+        _check_targets(recipe, source, train.tasks)
     device = resolve_device(section.device)
     dtype = resolve_dtype(section.dtype, device)
     attention = section.attn_implementation
@@ -176,10 +179,16 @@ def make_plan(recipe: Recipe, *, meta: bool = False, limit: int | None = None) -
 
 
 def _prepare(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: Any, limit: int | None
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: Any, limit: int | None, *, tasks: bool
 ) -> tuple[PreparedData, PreparedData, PreparedData | None]:
     """Returns the training, calibration and evaluation examples."""
     data = recipe.data
+    if tasks and data.packing:
+        raise CapabilityError(
+            "the method tells rows apart by their task, and packing puts several examples into a row",
+            where="data.packing",
+            fix="data.packing: false",
+        )
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and data.max_length > longest:
         warnings.warn(
@@ -199,6 +208,7 @@ def _prepare(
         "seed": recipe.seed,
         "vocabulary_size": config.vocab_size,
         "cache": data.cache,
+        "tasks": tasks,
     }
     train = prepare_dataset(data.train, tokenizer, packing=data.packing, limit=limit, **options)
     evaluation = None
@@ -251,13 +261,23 @@ def _check_quantised(config: Any, method: Method) -> None:
         )
 
 
-def _check_targets(recipe: Recipe, source: dict[str, Any]) -> None:
+def _asked(recipe: Recipe, evaluation: PreparedData | None) -> dict[str, str]:
+    """Returns the tasks that the model will be measured on, and where each comes from."""
+    from finetune.evaluation.tasks import read_task
+
+    held_out = {} if evaluation is None else dict.fromkeys(evaluation.tasks, "data.eval")
+    return {**held_out, **{read_task(task).trained_as: "eval.tasks" for task in recipe.eval.tasks}}
+
+
+def _check_targets(recipe: Recipe, source: dict[str, Any], tasks: Sequence[str]) -> None:
     """P4: finds out without weights whether the model has what the method is to train."""
     blank = load_model(recipe.model.name_or_path, meta=True, tied=recipe.model.tied, **source)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come again, with the weights
         try:
-            build_method(recipe.method).attach(blank)
+            method = build_method(recipe.method)
+            method.name_tasks(tasks)
+            method.attach(blank)
         except FinetuneError:
             raise
         except Exception:

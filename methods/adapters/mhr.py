@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
-from finetune.core.errors import CheckpointError, ConfigError, list_choices
+from finetune.core.errors import CheckpointError, ConfigError, DataError, list_choices, nearest
 from finetune.methods.base import FILE, MethodConfig
 from finetune.methods.low_rank_adapter import LowRankAdapter, LowRankAdapterConfig
 from finetune.methods.registry import register
@@ -86,10 +86,22 @@ class MHR(LowRankAdapter):
 
         return SKILLS
 
-    def name_tasks(self, tasks: Sequence[str]) -> None:
-        """Takes the tasks of the training rows, where the config names none."""
+    def name_tasks(self, tasks: Sequence[str], *, asked: Mapping[str, str] | None = None) -> None:
+        """Takes the tasks of the training rows, where the config names none, and checks all that will be asked."""
         if not self.config.tasks:
             self.config = self.config.model_copy(update={"tasks": list(tasks)})
+        config = self._peft_config({})
+        _refuse_again(config.tasks[: config.frozen_tasks], tasks, "data.train")
+        for task, where in {**dict.fromkeys(tasks, "data.train"), **(asked or {})}.items():
+            if config.has_router and config.unknown_task == "error" and task not in config.tasks:
+                raise DataError(
+                    f"no router is trained for the task {task!r}",
+                    where=where,
+                    want=list_choices(config.tasks),
+                    near=nearest(task, config.tasks),
+                    fix="that name as `task` of the source, of its rows or of the task file, or "
+                    "method.unknown_task: uniform",
+                )
 
     def use_task(self, task: str | None) -> None:
         """Says which task rows have that name none, and which is merged and exported."""
@@ -129,13 +141,7 @@ class MHR(LowRankAdapter):
             return {**settings, "n_skills": 1, "n_splits": 1}
         if self.config.adapt == "full":
             return settings
-        if again := sorted(set(earlier["tasks"]) & set(self.config.tasks)):
-            raise ConfigError(
-                "the earlier run has trained this task",
-                where="method.tasks",
-                got=list_choices(again),
-                fix="method.adapt: full, or another name",
-            )
+        _refuse_again(earlier["tasks"], self.config.tasks, "method.tasks")
         tasks = [*earlier["tasks"], *self.config.tasks]
         return {**settings, "tasks": tasks, "frozen_tasks": len(earlier["tasks"]), "train_skills": False}
 
@@ -193,6 +199,16 @@ def _start_from(tuner: SkillsTuner, folder: Path, *, mean: bool) -> None:
         if "default" in tuner.mhr_known:
             known = [earlier[key] for key in ("base_model.mhr_known", "base_model.mhr_router") if key in earlier]
             tuner.mhr_known["default"].copy_(torch.cat(known))
+
+
+def _refuse_again(earlier: Sequence[str], tasks: Sequence[str], where: str) -> None:
+    if again := sorted(set(earlier) & set(tasks)):
+        raise ConfigError(
+            "the earlier run has trained this task, and its gates stay as they are",
+            where=where,
+            got=list_choices(again),
+            fix="method.adapt: full, or another name as `task` of the source",
+        )
 
 
 def _found(tensors: Mapping[str, Tensor], name: str, folder: Path) -> Tensor:

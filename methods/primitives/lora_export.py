@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -12,9 +13,15 @@ from torch import Tensor
 from finetune.core.files import replaced_folder
 from finetune.methods.primitives.low_rank_layer import LowRankLayer
 
-__all__ = ["write_lora"]
+__all__ = ["low_rank_layers", "write_lora"]
 
 _ADAPTER = "default"
+
+
+def low_rank_layers(model: Any) -> dict[str, LowRankLayer]:
+    """Returns the layers of a ``PeftModel`` that a tuner of ours adapts, by their name in the base."""
+    modules = model.base_model.model.named_modules()
+    return {name: layer for name, layer in modules if isinstance(layer, LowRankLayer)}
 
 
 @torch.no_grad()

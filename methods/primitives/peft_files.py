@@ -125,7 +125,7 @@ def merge_adapter(model: Any, base_dtypes: Mapping[str, torch.dtype]) -> nn.Modu
 
     Args:
         model: A ``PeftModel``; it is taken apart.
-        base_dtypes: Dtype of each parameter of the plain base model, by name.
+        base_dtypes: Dtype of each parameter of the plain base model, by name; none leaves the sums in float32.
 
     Raises:
         CapabilityError: The adapter cannot be expressed as weights; ``model`` has its dtypes again.
@@ -142,7 +142,7 @@ def merge_adapter(model: Any, base_dtypes: Mapping[str, torch.dtype]) -> nn.Modu
         for parameter, dtype in narrow:
             parameter.data = parameter.data.to(dtype)
         raise _no_merge(name, " ".join(str(error).split()) or type(error).__name__) from error
-    own_dtype = next(iter(base_dtypes.values()))
+    own_dtype = next(iter(base_dtypes.values()), torch.float32)
     for name, parameter in merged.named_parameters():
         parameter.data = parameter.data.to(base_dtypes.get(name, own_dtype))
     return merged

@@ -221,6 +221,11 @@ class SkillsTuner(BaseTuner):
         self._forget()
 
     @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the tasks that the active adapter knows."""
+        return tuple(self._config.tasks)
+
+    @property
     def _config(self) -> Any:
         return self.peft_config[self.active_adapters[0]]
 
@@ -253,7 +258,7 @@ class SkillsTuner(BaseTuner):
             "the rows' tasks are not given",
             where="tasks",
             want=list_choices(config.tasks),
-            fix="model(..., tasks=[...]), one name per row, or model.base_model.use_task(name)",
+            fix="model(..., tasks=[...]), one name per row, model.base_model.use_task(name), or --task NAME",
         )
 
     def mixing(self, adapter: str, place: int) -> tuple[Tensor, Tensor]:
@@ -289,7 +294,7 @@ class SkillsTuner(BaseTuner):
                 "weights serve one task, and the adapter knows several",
                 where="task",
                 want=list_choices(config.tasks),
-                fix="model.base_model.use_task(name)",
+                fix="model.base_model.use_task(name), or --task NAME",
             ) from error
         return self._weights(adapter, batch.tasks, slice(place, place + 1))[:, 0]
 

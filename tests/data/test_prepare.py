@@ -29,10 +29,10 @@ TURNS = (
 
 
 class Source:
-    split, weight, format, subset = None, 1.0, None, None
+    split, weight, format, subset, columns = None, 1.0, None, None, None
 
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
+    def __init__(self, path: Path, task: str | None = None) -> None:
+        self.path, self.task = str(path), task
 
 
 @pytest.fixture(autouse=True)
@@ -170,6 +170,21 @@ def test_the_cache_gives_the_same_and_follows_content_and_options(tmp_path: Path
         prepare_dataset([rows_file(tmp_path, ["a", "c"])], tokenizer).fingerprint,
     }
     assert len({first.fingerprint, *changed}) == 3
+
+
+def test_tasks_are_the_column_else_the_sources_else_the_files_name(tmp_path: Path) -> None:
+    source = rows_file(tmp_path, ["a"])
+    (tmp_path / "named.jsonl").write_text('{"prompt": "p", "completion": "b", "task": "own"}\n')
+    sources = [source, Source(Path(source.path), task="mine"), Source(tmp_path / "named.jsonl", task="not this")]
+    prepared = prepare_dataset(sources, tiny_tokenizer(), tasks=True)
+    assert prepared.dataset["task"][:] == ["rows", "mine", "own"]
+    assert prepared.tasks == ("mine", "own", "rows")
+    assert PaddingCollator(pad_token_id=2)([prepared.dataset[1], prepared.dataset[2]])["tasks"] == ["mine", "own"]
+    plain = prepare_dataset(sources, tiny_tokenizer())
+    assert plain.tasks == ()
+    assert "tasks" not in PaddingCollator(pad_token_id=2)([plain.dataset[1]])
+    renamed = [Source(Path(source.path), task="other"), *sources[1:]]
+    assert prepare_dataset(renamed, tiny_tokenizer(), tasks=True).fingerprint != prepared.fingerprint
 
 
 def test_held_out_rows_leave_the_training_rows(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ class Source:
     weight: float = 1.0
     format: str | None = None
     subset: str | None = None
+    columns: dict[str, str] | None = None
+    task: str | None = None
 
 
 def load(path: Path, **options: Any):
@@ -187,6 +189,13 @@ def test_columns_rename_and_system_is_added_where_there_is_none(tmp_path: Path) 
     path = write(tmp_path, lines({"question": "q", "answer": "a"}))
     (row,), _ = load(path, columns={"prompt": "question", "completion": "answer"}, system="S")
     assert row.messages == (Message("system", "S"), Message("user", "q"), Message("assistant", "a"))
+
+
+def test_a_source_may_have_columns_of_its_own(tmp_path: Path) -> None:
+    path = write(tmp_path, lines({"question": "q", "answer": "a"}))
+    source = Source(str(path), columns={"prompt": "question", "completion": "answer"})
+    (row,), _ = load_conversations([source], columns={"prompt": "text"})
+    assert row.messages == (Message("user", "q"), Message("assistant", "a"))
 
 
 def test_weights_take_exact_shares_the_same_for_the_same_seed(tmp_path: Path) -> None:
