@@ -1,4 +1,4 @@
-"""A trained matrix whose entries are dealt to experts: each expert is the initial matrix but for the entries it owns."""
+"""A trained matrix whose entries are dealt to experts: each is the initial matrix but for the entries that it owns."""
 
 # Legend: E experts, n entries of the matrix, n_i those of expert i
 

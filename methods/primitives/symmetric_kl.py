@@ -38,7 +38,7 @@ def symmetric_kl_of_hidden(p_ND: Tensor, q_ND: Tensor, head: nn.Linear) -> Tenso
         return symmetric_kl(F.linear(p, head.weight, head.bias), F.linear(q, head.weight, head.bias))
 
     total = p_ND.new_zeros((), dtype=torch.float32)
-    for p, q in zip(p_ND.split(CHUNK), q_ND.split(CHUNK), strict=True):
+    for p, q in zip(torch.split(p_ND, CHUNK), torch.split(q_ND, CHUNK), strict=True):
         total = total + checkpoint(of_chunk, p, q, use_reentrant=False, preserve_rng_state=False)
     return total
 
@@ -51,7 +51,7 @@ class _SymmetricKL(torch.autograd.Function):
         ctx.save_for_backward(p_NV, q_NV)
         wide = torch.promote_types(p_NV.dtype, torch.float32)
         total = p_NV.new_zeros((), dtype=wide)
-        for p, q in zip(p_NV.split(CHUNK), q_NV.split(CHUNK), strict=True):
+        for p, q in zip(torch.split(p_NV, CHUNK), torch.split(q_NV, CHUNK), strict=True):
             log_p, log_q = p.to(wide).log_softmax(-1), q.to(wide).log_softmax(-1)
             total += ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum()
         return total / 2
@@ -61,7 +61,7 @@ class _SymmetricKL(torch.autograd.Function):
         p_NV, q_NV = ctx.saved_tensors
         wide = gradients[0].dtype
         gradient_NV = torch.empty_like(p_NV)
-        chunks = zip(p_NV.split(CHUNK), q_NV.split(CHUNK), gradient_NV.split(CHUNK), strict=True)
-        for p, q, gradient in chunks:
+        chunks = (torch.split(rows, CHUNK) for rows in (p_NV, q_NV, gradient_NV))
+        for p, q, gradient in zip(*chunks, strict=True):
             gradient.copy_((p.to(wide).softmax(-1) - q.to(wide).softmax(-1)) * (gradients[0] / 2))
         return gradient_NV, -gradient_NV
