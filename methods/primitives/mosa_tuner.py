@@ -93,7 +93,7 @@ class MosaTuner(BaseTuner):
         current_key: str,
         **kwargs: Any,
     ) -> None:
-        layer = target
+        layer: Any = target
         if not isinstance(target, MosaLinear):
             if not isinstance(target, nn.Linear | Conv1D):
                 raise TargetError(
@@ -109,7 +109,7 @@ class MosaTuner(BaseTuner):
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Deletes an adapter and its count."""
-        super().delete_adapter(adapter_name)  # type: ignore[no-untyped-call]
+        super().delete_adapter(adapter_name)
         del self.mosa_forwards[adapter_name]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from finetune.core.errors import CapabilityError
+from finetune.methods.primitives.projections import out_features
 from finetune.methods.primitives.symmetric_kl import symmetric_kl, symmetric_kl_of_hidden
 
 __all__ = ["two_passes"]
@@ -41,7 +42,7 @@ def two_passes(run: Callable[..., Any], model: Any, kwargs: dict[str, Any], *, b
     head = model.get_output_embeddings()
     rows_p = _rows(p.logits, index, kwargs["labels"])
     # A loss that never forms all logits has kept what the head would have been given.
-    hidden = rows_p.shape[-1] != head.weight.shape[0]
+    hidden = rows_p.shape[-1] != out_features(head)
     kwargs["use_cache"] = False
     if beta:
         q = run(1, **kwargs)
