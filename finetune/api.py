@@ -46,7 +46,8 @@ def load(base: str | PreTrainedModel, folder: str | Path, **options: Any) -> nn.
     Args:
         base: What ``model.name_or_path`` of a recipe may be, or a loaded model, which is changed in place.
         folder: What :meth:`finetune.methods.Method.save` or a run's ``final`` wrote, or an adapter of stock PEFT.
-        **options: As for :func:`finetune.models.load_model`, where ``base`` is a name.
+        **options: As for :func:`finetune.models.load_model`, where ``base`` is a name; a ``dtype`` that is not given is
+            float32 where the base was trained in it.
 
     Raises:
         CheckpointError: The state is missing, damaged, incomplete, or belongs to another base.
@@ -85,10 +86,15 @@ def _evaluating(model: nn.Module) -> nn.Module:
 def _base_model(
     base: str | PreTrainedModel, metadata: dict[str, Any], folder: Path, options: dict[str, Any]
 ) -> PreTrainedModel:
-    """Returns the base, untied where it was trained untied, after comparing it with the recorded fingerprint."""
+    """Returns the base, untied where it was trained untied, after comparing it with the recorded fingerprint.
+
+    A base that was trained in float32 is loaded in float32: rounded, it would be another one.
+    """
     from finetune.core.fingerprint import base_fingerprint, is_tied
     from finetune.models import load_model
 
+    if metadata.get("base_dtype") == "float32" and options.get("dtype", "auto") == "auto":
+        options = {**options, "dtype": "float32"}
     model = load_model(base, **options) if isinstance(base, str) else base
     if isinstance(base, str) and is_tied(model) and metadata.get("tied") is False:
         model = load_model(base, **{**options, "tied": "untie"})

@@ -107,6 +107,7 @@ class Method(ABC):
         self.config = config if config is not None else self.Config()
         self._model: nn.Module | None = None
         self._base_fingerprint = ""
+        self._base_dtype = ""
         self._tied = False
         self._total = 0
         self._calibration: Calibration | None = None
@@ -170,6 +171,7 @@ class Method(ABC):
         every = (name for name, _ in model.named_parameters())
         allowed = frozenset(every if candidates is None else candidates)
         self._base_fingerprint = base_fingerprint(model)
+        self._base_dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         self._tied = is_tied(model)
         self._total = count_parameters(model)
         for parameter in model.parameters():
@@ -308,6 +310,7 @@ class Method(ABC):
             "kind": self.kind,
             "base_model": getattr(getattr(self.model, "config", None), "_name_or_path", ""),
             "base_fingerprint": self._base_fingerprint,
+            "base_dtype": self._base_dtype,
             "tied": self._tied,
             "finetune_version": __version__,
         }

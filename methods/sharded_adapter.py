@@ -68,7 +68,7 @@ class ShardedAdapter(PeftTuner):
 
     def export_adapter(self, folder: str | Path) -> None:
         """Writes the laid-out factors as a stock LoRA adapter; the update is the same, bit for bit."""
-        from finetune.methods.primitives.shard_export import write_lora
+        from finetune.methods.primitives.lora_export import write_lora
 
         write_lora(Path(folder), self._layers(), self.config.alpha, base_model=str(self.metadata()["base_model"]))
 

@@ -193,7 +193,10 @@ def _placed(
     # A base that is stored wider than it was trained in is the same base, rounded.
     if not torch.equal(here.to(base.dtype), base):
         raise CheckpointError(
-            "the learned state belongs to another base model", where=where, fix="load the base it was trained on"
+            "the learned state belongs to another base model, or to this one in another dtype",
+            where=where,
+            got=str(weight.dtype).removeprefix("torch."),
+            want=f"the base it was trained on, in {metadata.get('base_dtype', 'its dtype')}",
         )
     return weight, axis, index, value.to(weight.dtype)
 

@@ -113,6 +113,7 @@ class Plan:
             "method": metadata["method"],
             "method_config": metadata["config"],
             "base_fingerprint": metadata["base_fingerprint"],
+            "base_dtype": metadata["base_dtype"],
             "data_fingerprint": self.train.fingerprint,
             "seed": self.recipe.seed,
             "world_size": arguments.world_size,

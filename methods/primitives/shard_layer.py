@@ -14,13 +14,9 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from peft.tuners._buffer_dict import BufferDict
-from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
-from finetune.core.errors import TrainingError
-from finetune.methods.primitives.process_group import processes
-from finetune.methods.primitives.projections import in_features, out_features
+from finetune.methods.primitives.low_rank_layer import LowRankLayer, product_dtype
 
 __all__ = ["LinearShards", "unused_shards"]
 
@@ -49,7 +45,7 @@ class _Pools(MutableMapping[str, nn.Parameter]):
         return sum(1 for _ in self)
 
 
-class LinearShards(nn.Module, BaseTunerLayer):
+class LinearShards(LowRankLayer):
     """Wraps a ``nn.Linear`` or ``Conv1D``.
 
     Attributes:
@@ -71,30 +67,21 @@ class LinearShards(nn.Module, BaseTunerLayer):
     )
 
     def __init__(self, base_layer: nn.Module, owner: Any) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        # In a tuple, the tuner is no submodule of its own layer.
-        self._owner = (owner,)
-        self._disable_adapters = False
-        self.merged_adapters = []
-        self.r: dict[str, int] = {}
-        self.scaling: dict[str, float] = {}
+        super().__init__(base_layer, owner)
         self.shards_groups: dict[str, str] = {}
         self.shards_dropout = nn.ModuleDict({})
         self.shards_index_a, self.shards_index_b = BufferDict(persistent=True), BufferDict(persistent=True)
         self.shards_factors = BufferDict(persistent=True)
-        layer = self.get_base_layer()
-        self.in_features, self.out_features = in_features(layer), out_features(layer)
 
     @property
     def shards_pool_a(self) -> _Pools:
         """The pool of the first factor, by adapter: float32 (rows, a / shards)."""
-        return _Pools(self._owner[0].shards_pool_a, self.shards_groups)
+        return _Pools(self.owner.shards_pool_a, self.shards_groups)
 
     @property
     def shards_pool_b(self) -> _Pools:
         """The pool of the second factor, by adapter: float32 (rows, b / shards)."""
-        return _Pools(self._owner[0].shards_pool_b, self.shards_groups)
+        return _Pools(self.owner.shards_pool_b, self.shards_groups)
 
     def update_layer(
         self,
@@ -167,8 +154,8 @@ class LinearShards(nn.Module, BaseTunerLayer):
 
     def _update(self, adapter: str, x: Tensor) -> Tensor:
         """Returns ``s ((x A^T) * m) B^T``; the scale is applied to the narrow product."""
-        _refuse_nested_backward(self._owner[0])
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        self._refuse_nested_backward()
+        dtype = product_dtype(x)
         first, second = self.factors(adapter, dtype)
         z = F.linear(self.shards_dropout[adapter](x).to(dtype), first) * self.scaling[adapter]
         if adapter in self.shards_factors:
@@ -176,37 +163,12 @@ class LinearShards(nn.Module, BaseTunerLayer):
         return z @ second
 
     @torch.no_grad()
-    def get_delta_weight(self, adapter: str) -> Tensor:
-        """Returns the change of the weight, float32, as the base layer stores it."""
+    def plain_factors(self, adapter: str) -> tuple[Tensor, Tensor]:
+        """Returns A (r, a), with the frozen factors in it, and B (b, r), float32."""
         first, second = self.factors(adapter, torch.float32)
         if adapter in self.shards_factors:
             first = first * self.shards_factors[adapter][:, None]
-        delta = self.scaling[adapter] * (second.t() @ first)
-        return delta.t() if isinstance(self.get_base_layer(), Conv1D) else delta
-
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds the change to the base's weight, in float32, rounded once."""
-        for adapter in check_adapters_to_merge(self, adapter_names):
-            if adapter in self.r:
-                self._add(adapter, 1.0, safe=safe_merge)
-                self.merged_adapters.append(adapter)
-
-    def unmerge(self) -> None:
-        """Subtracts the changes that were merged; exact but for the rounding of the base's dtype."""
-        while self.merged_adapters:
-            self._add(self.merged_adapters.pop(), -1.0, safe=False)
-
-    @torch.no_grad()
-    def _add(self, adapter: str, sign: float, *, safe: bool) -> None:
-        weight = cast(Tensor, self.get_base_layer().weight)
-        merged = (weight.float() + sign * self.get_delta_weight(adapter)).to(weight.dtype)
-        if safe and not bool(torch.isfinite(merged).all()):
-            raise ValueError(f"NaNs detected in the merged weights. The adapter {adapter} seems to be broken")
-        weight.copy_(merged)
-
-    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        """Returns whether PEFT can turn the update into LoRA's: always."""
-        return True
+        return first, second.t()
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         # The pools are the tuner's, and other layers use them: they stay where they are.
@@ -228,17 +190,3 @@ def unused_shards(layers: Iterable[LinearShards], adapter: str = "default") -> t
             if not indices[adapter].is_meta:
                 used.setdefault(key, set()).update(indices[adapter].tolist())
     return sum(rows[key] - len(own) for key, own in used.items()), sum(rows.values())
-
-
-def _refuse_nested_backward(owner: Any) -> None:
-    """Refuses reentrant recomputation with several processes, whose averaging would stop after the first segment."""
-    if processes() == 1 or not (owner.training and torch.is_grad_enabled()):
-        return
-    if torch._C._current_graph_task_id() == -1:
-        owner.seen_outside_backward = True
-    elif not owner.seen_outside_backward:
-        raise TrainingError(
-            "activations are computed again by a nested backward pass, in which several processes would average the "
-            "gradient of a shared pool before all layers have added theirs",
-            fix="gradient_checkpointing_kwargs={'use_reentrant': False}",
-        )

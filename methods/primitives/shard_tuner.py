@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 from peft import PeftConfig
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _ExcludedModule, _maybe_include_all_linear_layers
+from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from finetune.core.errors import TargetError
 from finetune.methods.primitives.peft_registration import register_tuner
 from finetune.methods.primitives.projections import in_features, out_features
 from finetune.methods.primitives.shard_layer import LinearShards
 from finetune.methods.primitives.shard_plans import ShardPlan, cyclic_plan, sampled_plan, shared_plan
+from finetune.methods.primitives.tuner_targets import targeted_layers
 
 __all__ = ["ShardsConfig", "ShardsTuner"]
 
@@ -191,24 +191,8 @@ class ShardsTuner(BaseTuner):
 
     def _groups(self, model: nn.Module, config: Any) -> list[_Group]:
         """Returns the groups of the layers that the config targets, as PEFT will find them."""
-        config = _maybe_include_all_linear_layers(config, model)
-        inside: list[str] = []
         groups: dict[str, _Group] = {}
-        for name, module in model.named_modules():
-            if not name or any(name.startswith(outer) for outer in inside):
-                continue
-            if isinstance(module, BaseTunerLayer):
-                inside.append(f"{name}.")
-            found = self._check_target_module_exists(config, name)
-            if not found or isinstance(found, _ExcludedModule):
-                continue
-            layer: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
-            if not isinstance(layer, nn.Linear | Conv1D):
-                raise TargetError(
-                    f"{name} is a {type(layer).__name__}",
-                    where="method.target_modules",
-                    want="torch.nn.Linear or Conv1D",
-                )
+        for name, layer in targeted_layers(self, model, config).items():
             a, b = in_features(layer), out_features(layer)
             key = f"{name.rpartition('.')[2]}_{a}x{b}"
             groups.setdefault(key, _Group(key, a, b)).layers.append(name)

@@ -23,7 +23,8 @@ from finetune.core.errors import (
 from finetune.core.learned_state import read_learned_state
 from finetune.methods import METHODS, build_method, discover
 from finetune.methods.primitives.weight_slice import WeightSlice
-from support.tiny import tiny_gpt2, tiny_llama, tiny_qwen, token_batch
+from finetune.models import load_model
+from support.tiny import save_tiny_model, tiny_gpt2, tiny_llama, tiny_qwen, token_batch
 
 
 def test_every_tuner_of_the_installed_peft_is_registered_by_its_name() -> None:
@@ -178,6 +179,29 @@ def test_a_wrong_base_is_refused_at_load(tmp_path: Path) -> None:
         method.save(tmp_path / name)
         with pytest.raises(CheckpointError, match="another base model"):
             finetune.load(tiny_llama(seed=1), tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["lora", "full", "s2ft"])
+def test_what_was_learned_in_float32_is_loaded_in_it_where_another_dtype_is_faster(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finetune.models.load.best_dtype", lambda device: torch.bfloat16)
+    base = save_tiny_model(tmp_path / "base")
+    method = finetune.method(name)
+    method.attach(load_model(str(base), dtype="float32"))
+    with torch.no_grad():
+        for parameter in method.trained_parameters().values():
+            parameter += 0.01
+    method.save(tmp_path / "learned")
+    loaded = finetune.load(str(base), tmp_path / "learned")
+    ids = torch.tensor([[5, 6, 7]])
+    assert next(loaded.parameters()).dtype == torch.float32
+    written = finetune.load(load_model(str(base), dtype="float32"), tmp_path / "learned")
+    assert torch.equal(loaded(ids).logits, written(ids).logits)
+    if name == "s2ft":
+        with pytest.raises(CheckpointError, match="another dtype") as caught:
+            finetune.load(str(base), tmp_path / "learned", dtype="bfloat16")
+        assert "float32" in str(caught.value)
 
 
 def test_a_method_is_attached_once_and_before_it_is_used() -> None:

@@ -471,7 +471,8 @@ def test_a_quantised_base_trains_in_delta_form(bits: int, tmp_path: Path) -> Non
     quantised = pytest.importorskip("bitsandbytes").nn
 
     def build() -> Any:
-        model = tiny_llama()
+        # Some CPUs' 4-bit kernels need whole blocks of 64 numbers in each row.
+        model = tiny_llama(hidden_size=64, intermediate_size=128)
         for name, layer in list(model.named_modules()):
             if isinstance(layer, nn.Linear) and "lm_head" not in name:
                 sizes = (layer.in_features, layer.out_features)
@@ -499,9 +500,10 @@ def test_a_quantised_base_trains_in_delta_form(bits: int, tmp_path: Path) -> Non
     method.save(tmp_path)
     again = finetune.method("s2ft", ratio=0.2, form="delta", select="activation")
     fresh = again.attach(build(), learned=tmp_path)
-    expected = model.eval()(IDS).logits
-    assert torch.equal(fresh.eval()(IDS).logits, expected)
-    assert torch.equal(finetune.load(build(), tmp_path)(IDS).logits, expected)
+    with torch.no_grad():  # bitsandbytes has other kernels for inputs that need gradients
+        expected = model.eval()(IDS).logits
+        assert torch.equal(fresh.eval()(IDS).logits, expected)
+        assert torch.equal(finetune.load(build(), tmp_path)(IDS).logits, expected)
     with pytest.raises(CapabilityError, match="cannot take up the change") as refusal:
         method.merge()
     assert "--to peft" in refusal.value.fix

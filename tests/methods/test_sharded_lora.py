@@ -258,7 +258,7 @@ class TestLifeInPeft:
             mos(num_shards=5)
 
 
-def test_a_stock_lora_says_the_same_bit_for_bit(tmp_path: Path) -> None:
+def test_a_stock_lora_says_the_same(tmp_path: Path) -> None:
     for name, config in (
         ("mos", {"r": 3, "equiv_rank": 2, "private_rank": 1, "num_shards": 2}),
         ("pure_sharing", {"equiv_rank": 1, "random_scaling": 0.3}),
@@ -270,7 +270,8 @@ def test_a_stock_lora_says_the_same_bit_for_bit(tmp_path: Path) -> None:
         method.export_adapter(tmp_path / name)
         assert json.loads((tmp_path / name / "adapter_config.json").read_text())["peft_type"] == "LORA"
         stock = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / name).eval()
-        assert torch.allclose(logits(stock), logits(model), atol=1e-6)
+        # In float64, so that no kernel's order of summing shows: what differs is one rounding of factor times row.
+        assert torch.allclose(logits(stock.double()), logits(model.double()), atol=1e-6, rtol=0)
 
 
 def test_dead_shards_are_reported() -> None:
@@ -330,7 +331,7 @@ for wrapper in ("ddp", "fsdp2"):
         else:
             shard(model, model.base_model.model.model.layers)
         trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.SGD(trained, lr=0.5, momentum=0.9)
+        optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
         for step in range(4):
             mine = own_rows(step)
             network(input_ids=mine, labels=mine).loss.backward()

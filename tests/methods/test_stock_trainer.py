@@ -139,4 +139,5 @@ def test_two_processes_equal_one_and_exchange_only_what_trains(tmp_path: Path) -
     one, two = one_and_two_processes(tmp_path, TWO_PROCESSES, json.dumps(names))
     for name in names:
         for key, tensor in one[name].items():
-            torch.testing.assert_close(two[name][key], tensor, atol=2e-6, rtol=1e-5)
+            # A thousandth of one of Adam's steps, which blow the rounding of a tiny gradient up.
+            torch.testing.assert_close(two[name][key], tensor, atol=1e-5, rtol=1e-5)
