@@ -127,6 +127,16 @@ class TestLoss:
             part = copy.deepcopy(model)(input_ids=ROWS, labels=labels(), num_items_in_batch=items).loss
             assert torch.allclose(4 * part, mean)
 
+    def test_of_a_micro_batch_without_labels_is_nothing(self) -> None:
+        for lean in (False, True):
+            model = mosa()
+            if lean:
+                LeanLoss(model)
+            loss = model(input_ids=ROWS, labels=torch.full_like(ROWS, -100), num_items_in_batch=7).loss
+            loss.backward()
+            assert loss == 0
+            assert all(gradient.abs().max() == 0 for gradient in gradients(model).values())
+
     @pytest.mark.parametrize("beta", [0.0, 0.5])
     @pytest.mark.parametrize(("build", "form"), [(tiny_llama, "chunked"), (tiny_gemma2, "selected")])
     def test_is_the_same_where_no_more_than_a_chunk_of_logits_exists(

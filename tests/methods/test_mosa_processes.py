@@ -15,8 +15,9 @@ from contextlib import nullcontext
 import torch
 from torch.nn.parallel import DistributedDataParallel
 import finetune
+from finetune.core.errors import TrainingError
 from support.distributed import distributed, own_rows, save_results, shard, whole_parameters
-from support.tiny import tiny_llama
+from support.tiny import tiny_llama, token_batch
 
 results = {}
 for wrapper in ("ddp", "fsdp2"):
@@ -50,6 +51,18 @@ for wrapper in ("ddp", "fsdp2"):
                 optimizer.zero_grad()
             taken = [int(optimizer.state[p]["step"]) if optimizer.state.get(p) else 0 for p in trained]
             results[f"{wrapper} {recompute} {gamma}"] = whole_parameters(model), taken
+if distributed:
+    model = finetune.method("mosa", r=4).attach(tiny_llama())
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    try:
+        rows = token_batch(2, 10)
+        network = DistributedDataParallel(model.train(), find_unused_parameters=True)
+        network(input_ids=rows, labels=rows).loss.backward()
+    except TrainingError as error:
+        assert "use_reentrant" in str(error)
+    else:
+        raise AssertionError("reentrant recomputation was not refused")
 save_results(results)
 """
 
