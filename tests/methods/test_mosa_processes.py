@@ -21,36 +21,35 @@ from support.tiny import tiny_llama, token_batch
 
 results = {}
 for wrapper in ("ddp", "fsdp2"):
-    for recompute in (False, True):
-        for gamma in (0.0, 1.0):
-            method = finetune.method("mosa", r=4, n_experts=3, split="both", gamma=gamma)
-            model = method.attach(tiny_llama(layers=2))
-            if recompute:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-            network = model.train()
-            if distributed and wrapper == "ddp":
-                network = DistributedDataParallel(model, find_unused_parameters=True)
-            elif wrapper == "fsdp2":
-                shard(model, model.base_model.model.model.layers)
-            trained = [p for p in model.parameters() if p.requires_grad]
-            optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
-            for step in range(4):
-                # The passes that are not the last of a step leave gradients to other experts than the last one draws.
-                for part in range(2):
-                    last = part == 1
-                    if wrapper == "fsdp2":
-                        if distributed:
-                            model.set_requires_gradient_sync(last)
-                        waiting = nullcontext()
-                    else:
-                        waiting = network.no_sync() if distributed and not last else nullcontext()
-                    mine = own_rows(2 * step + part)
-                    with waiting:
-                        network(input_ids=mine, labels=mine).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            taken = [int(optimizer.state[p]["step"]) if optimizer.state.get(p) else 0 for p in trained]
-            results[f"{wrapper} {recompute} {gamma}"] = whole_parameters(model), taken
+    for recompute, gamma in ((False, 0.0), (True, 1.0)):
+        method = finetune.method("mosa", r=4, n_experts=3, split="both", gamma=gamma)
+        model = method.attach(tiny_llama(layers=2))
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        network = model.train()
+        if distributed and wrapper == "ddp":
+            network = DistributedDataParallel(model, find_unused_parameters=True)
+        elif wrapper == "fsdp2":
+            shard(model, model.base_model.model.model.layers)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
+        for step in range(4):
+            # The passes that are not the last of a step leave gradients to other experts than the last one draws.
+            for part in range(2):
+                last = part == 1
+                if wrapper == "fsdp2":
+                    if distributed:
+                        model.set_requires_gradient_sync(last)
+                    waiting = nullcontext()
+                else:
+                    waiting = network.no_sync() if distributed and not last else nullcontext()
+                mine = own_rows(2 * step + part)
+                with waiting:
+                    network(input_ids=mine, labels=mine).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        taken = [int(optimizer.state[p]["step"]) if optimizer.state.get(p) else 0 for p in trained]
+        results[f"{wrapper} {recompute} {gamma}"] = whole_parameters(model), taken
 if distributed:
     model = finetune.method("mosa", r=4).attach(tiny_llama())
     model.gradient_checkpointing_enable({"use_reentrant": True})
