@@ -8,7 +8,7 @@ functions live in :mod:`finetune.methods.primitives`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
@@ -90,6 +90,7 @@ class Method(ABC):
         recomputes: Whether it trains with activations that are computed again in the backward pass.
         takes_turns: Whether parameters that train may rest for some steps.
         stock: Whether stock PEFT loads what it saves.
+        routes: Whether it tells the rows of a batch apart by their task: ``model(..., tasks=[...])``.
         model: The model after :meth:`attach`.
     """
 
@@ -101,6 +102,7 @@ class Method(ABC):
     recomputes: ClassVar[bool] = True
     takes_turns: ClassVar[bool] = False
     stock: ClassVar[bool] = False
+    routes: ClassVar[bool] = False
     Config: ClassVar[type[MethodConfig]] = MethodConfig
 
     def __init__(self, config: MethodConfig | None = None) -> None:
@@ -213,6 +215,18 @@ class Method(ABC):
 
     def bind(self, *, total_steps: int) -> None:  # noqa: B027 - most methods do not care
         """Tells the attached method how many optimizer steps the run has; for those whose choice follows a schedule."""
+
+    def name_tasks(self, tasks: Sequence[str]) -> None:  # noqa: B027 - most methods do not care
+        """Tells the method, before it is attached, which tasks the training rows belong to; for those that route."""
+
+    def use_task(self, task: str | None) -> None:
+        """Says which task rows have that name none, and which is merged and exported.
+
+        Raises:
+            CapabilityError: The method does not tell tasks apart.
+            DataError: The task is unknown.
+        """
+        raise CapabilityError(f"{self.name!r} does not tell tasks apart", where="task", got=str(task))
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Returns the parameters that train, by their name in :attr:`model`, in order."""

@@ -3,46 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
-from pydantic import Field
+from finetune.methods.low_rank_adapter import LowRankAdapter
 
-from finetune.methods.adapters.peft_tuner import PeftTuner
-from finetune.methods.base import MethodConfig
-
-if TYPE_CHECKING:
-    from finetune.methods.primitives.shard_layer import LinearShards
-
-__all__ = ["ShardedAdapter", "ShardedAdapterConfig"]
+__all__ = ["ShardedAdapter"]
 
 
-class ShardedAdapterConfig(MethodConfig):
-    """What all methods share whose factors are gathered from pools."""
-
-    alpha: float = Field(default=16, gt=0, description="The update is multiplied by alpha over the layer's rank.")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout of the adapter's input.")
-    target_modules: list[str] | str = Field(
-        default="all-linear", description="Names of the layers that are adapted, or a regular expression, as PEFT's."
-    )
-    exclude_modules: list[str] | str | None = Field(default=None, description="Layers to leave out, as PEFT's.")
-    layers_to_transform: list[int] | int | None = Field(default=None, description="Numbers of layers, as PEFT's.")
-    modules_to_save: list[str] | None = Field(default=None, description="Modules that train whole besides, as PEFT's.")
-    seed: int = Field(default=0, description="Seed of the pools and of who gets which shard.")
-
-
-class ShardedAdapter(PeftTuner):
+class ShardedAdapter(LowRankAdapter):
     """Adds ``s B A`` to linear layers, A and B laid out from rows of pools that layers of one name and shape share.
 
     Costs what LoRA of rank r costs; trains and saves the pools, float32 over a 16-bit base, and the plan, 32-bit
-    numbers that never train. Exports to stock LoRA exactly.
+    numbers that never train.
     """
 
-    Config: ClassVar[type[MethodConfig]] = ShardedAdapterConfig
-    config: ShardedAdapterConfig
-    # The tuner is ours and says itself what is wrong; only what PEFT says of targets comes as a ValueError.
-    refuses_by: ClassVar[tuple[type[Exception], ...]] = (ValueError,)
-    stock: ClassVar[bool] = False
     sharing: ClassVar[str]
 
     def _peft_type(self) -> Any:
@@ -60,21 +34,9 @@ class ShardedAdapter(PeftTuner):
         """Returns fields of the tuner's config that follow from this method's."""
         return {}
 
-    def _layers(self) -> dict[str, LinearShards]:
-        from finetune.methods.primitives.shard_layer import LinearShards
-
-        model = cast(Any, self.model).base_model.model
-        return {name: layer for name, layer in model.named_modules() if isinstance(layer, LinearShards)}
-
-    def export_adapter(self, folder: str | Path) -> None:
-        """Writes the laid-out factors as a stock LoRA adapter; the update is the same, bit for bit."""
-        from finetune.methods.primitives.lora_export import write_lora
-
-        write_lora(Path(folder), self._layers(), self.config.alpha, base_model=str(self.metadata()["base_model"]))
-
     def _chosen(self) -> tuple[str, ...]:
-        from finetune.methods.primitives.shard_layer import unused_shards
+        from finetune.methods.primitives.shard_layer import LinearShards, unused_shards
 
-        unused, rows = unused_shards(self._layers().values())
+        unused, rows = unused_shards(cast("list[LinearShards]", list(self._layers().values())))
         dead = (f"{unused:,} of {rows:,} shards are used by no layer, and never train",) if unused else ()
         return (*super()._chosen(), *dead)
