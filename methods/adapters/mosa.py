@@ -45,7 +45,7 @@ class MoSA(LowRankAdapter):
     are computed again; sets of equal size come from ranks, not from thresholds.
 
     References:
-        Zhang et al., "Split & Merge: Unlocking the Potential of Visual Adapters via Sparse Training", arXiv 2312.02923.
+        Zhang et al., "MoSA: Mixture of Sparse Adapters for Visual Efficient Tuning", arXiv 2312.02923.
     """
 
     paper: ClassVar[str] = "arXiv 2312.02923"
