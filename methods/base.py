@@ -240,6 +240,10 @@ class Method(ABC):
         """Returns the parameters that train, by their name in :attr:`model`, in order."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
+    def at_rest(self) -> frozenset[str]:
+        """Returns which trained parameters rightly have no gradient after this step's backward passes."""
+        return frozenset()
+
     def touched(self) -> frozenset[str]:
         """Returns the names of the base's own parameters whose values training may change."""
         return frozenset(key.rpartition(".")[0] for key in self.state_dict()) if self.kind != "adapter" else frozenset()

@@ -84,6 +84,10 @@ class Composition(Method):
             candidates = frozenset(method.trained_parameters())
         return model
 
+    def at_rest(self) -> frozenset[str]:
+        """Returns what the last member says, which is what trains."""
+        return self.methods[-1].at_rest()
+
     def touched(self) -> frozenset[str]:
         """Returns what any member may change."""
         return frozenset().union(*(method.touched() for method in self._attached))

@@ -63,7 +63,8 @@ class InFlightChecks(TrainerCallback):
         if self._steps:
             return
         # Of parameters that take turns, those that rest now require none.
-        without = [name for name, p in self._trained.items() if p.requires_grad and p.grad is None]
+        resting = self._method.at_rest()
+        without = [n for n, p in self._trained.items() if p.requires_grad and p.grad is None and n not in resting]
         if without:
             raise TrainingError(
                 f"{len(without)} of {len(self._trained)} trained parameters got no gradient",

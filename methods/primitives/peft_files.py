@@ -88,6 +88,7 @@ def load_adapter(model: Any, folder: Path) -> nn.Module:
     """
     from peft import PeftModel, get_peft_model_state_dict
 
+    import finetune.methods.primitives.mosa_tuner
     import finetune.methods.primitives.shard_tuner
     import finetune.methods.primitives.skill_tuner  # noqa: F401 - PEFT learns of our tuners
 

@@ -26,6 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mhr": {"tasks": ["one"], "r": 2, "n_skills": 3, "n_splits": 2},
     "miss": {"r": 4},
     "mos": {"r": 3, "equiv_rank": 2, "private_rank": 1, "num_shards": 2},
+    "mosa": {"r": 4, "n_experts": 2},
     "oft": {"oft_block_size": 4},
     "prolora": {"r": 4, "unshared_rank": 1, "num_shards": 2},
     "psoft": {"r": 4},
