@@ -70,7 +70,7 @@ class WholeTensors(InPlace):
 
         self._autocast = None
         if self.config.trainable_dtype == "float32" and (narrow := widen(self._tensors.values())) is not None:
-            self._autocast = AutocastForward(model, narrow)
+            self._autocast = AutocastForward([model], narrow)
 
     def _take_down(self) -> None:
         """Undoes what was done to the forward pass."""

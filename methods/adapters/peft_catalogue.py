@@ -18,7 +18,7 @@ from pydantic import Field, create_model
 from finetune.core.source_fields import REQUIRED, SourceField, package_folder, read_fields
 from finetune.methods.base import MethodConfig
 
-__all__ = ["PeftTunerSource", "make_config", "read_peft_tuners"]
+__all__ = ["PRECISION", "PeftTunerSource", "make_config", "read_peft_tuners"]
 
 _DERIVED = frozenset(
     (
@@ -40,6 +40,23 @@ _DERIVED = frozenset(
 
 _PLACEHOLDER = "["
 """A literal such as ``pissa_niter_[number of iters]`` stands for many strings."""
+
+
+PRECISION: dict[str, Any] = {
+    "trainable_dtype": (
+        Literal["float32", "base"],
+        Field(default="float32", description="What the optimizer holds: float32, or the dtype of the base's weights."),
+    ),
+    "compute_dtype": (
+        Literal["base", "trainable"],
+        Field(
+            default="base",
+            description="What the adapter computes in: the base's dtype, in which its parameters are cast once per "
+            "pass, or its own, as stock PEFT does, which keeps wide activations of a 16-bit base.",
+        ),
+    ),
+}
+"""Fields of every tuner besides PEFT's own."""
 
 
 class PeftTunerSource(NamedTuple):
@@ -73,7 +90,7 @@ def read_peft_tuners() -> dict[str, PeftTunerSource]:
 def make_config(
     source: PeftTunerSource, *, fixed: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> type[MethodConfig]:
-    """Returns a config with PEFT's own fields.
+    """Returns a config with PEFT's own fields, and those of :data:`PRECISION`.
 
     Args:
         source: The tuner.
@@ -87,7 +104,7 @@ def make_config(
             kind = _resolve(field.annotation)
             text = field.help or f"As in PEFT's {source.config_class}."
             fields[field.name] = (kind | None if default is None else kind, Field(default, description=text))
-    return create_model(source.config_class, __base__=MethodConfig, __module__=__name__, **fields)
+    return create_model(source.config_class, __base__=MethodConfig, __module__=__name__, **fields, **PRECISION)
 
 
 def _all_fields(file: Path, class_name: str) -> Iterator[SourceField]:

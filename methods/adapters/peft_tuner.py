@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from finetune.core.errors import CapabilityError, ConfigError, TargetError, list_choices, nearest
 from finetune.core.learned_state import require_same_method, require_same_shapes
-from finetune.methods.adapters.peft_catalogue import PeftTunerSource, make_config
+from finetune.methods.adapters.peft_catalogue import PRECISION, PeftTunerSource, make_config
 from finetune.methods.base import Kind, Method, MethodConfig
 from finetune.methods.state import read_method_file
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from finetune.methods.primitives.master_weights import AutocastForward
 
 __all__ = ["PeftTuner"]
 
@@ -94,7 +96,7 @@ class PeftTuner(Method):
         from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
         ours = self.config.model_fields_set | self.defaults.keys()
-        given = {name: value for name, value in self.config if name in ours}
+        given = {name: value for name, value in self.config if name in ours - PRECISION.keys()}
         with _refusals(self.name, self.refuses_by):
             config_class = PEFT_TYPE_TO_CONFIG_MAPPING[self._peft_type()]
             return config_class(task_type="CAUSAL_LM", **{**given, **self.fixed, **found})
@@ -102,16 +104,25 @@ class PeftTuner(Method):
     def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
         from peft import get_peft_model
 
-        from finetune.methods.primitives.master_weights import AutocastForward, widen
-
         self._base_dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         config = self._peft_config(self._found_in(model, candidates))
+        wide = getattr(self.config, "trainable_dtype", "float32") == "float32"
         with _refusals(self.name, self.refuses_by):
-            adapted = cast("nn.Module", get_peft_model(cast(Any, model), config))
+            adapted = cast("nn.Module", get_peft_model(cast(Any, model), config, autocast_adapter_dtype=wide))
+        self._autocast = self._compute_narrow(adapted) if wide else None
+        return adapted
+
+    def _compute_narrow(self, adapted: nn.Module) -> AutocastForward | None:
+        """Makes what trains float32, and lets a 16-bit model compute in its own dtype all the same."""
+        from finetune.methods.primitives.master_weights import AutocastForward, autocast_adapters, widen
+
         # PEFT keeps most adapters in float32, but not those that are copies of the base's own weights.
         narrow = widen(parameter for parameter in adapted.parameters() if parameter.requires_grad)
-        self._autocast = None if narrow is None else AutocastForward(adapted, narrow)
-        return adapted
+        if narrow is not None:
+            return AutocastForward([adapted], narrow)
+        if getattr(self.config, "compute_dtype", "trainable") == "base":
+            return autocast_adapters(adapted, next(iter(self._base_dtypes.values())))
+        return None
 
     def _found_in(self, model: Any, candidates: frozenset[str]) -> dict[str, Any]:
         """Checks the patterns against ``model`` and returns the fields that depend on it."""

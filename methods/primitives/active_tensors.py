@@ -53,7 +53,7 @@ class ActiveTensors:
         self._now: frozenset[str] | None = None
         self._resting: dict[str, dict[str, Any]] = {}
         narrow = next((dtype for dtype in self._dtypes.values() if dtype in _NARROW), None) if wide else None
-        self._autocast = None if narrow is None else AutocastForward(model, narrow)
+        self._autocast = None if narrow is None else AutocastForward([model], narrow)
         self._handles = [
             model.register_forward_pre_hook(self._begin),
             after_optimizer_step(tensors.values(), self._advance),

@@ -1,4 +1,4 @@
-"""Float32 masters of 16-bit weights that train whole: the parameter itself becomes float32, the forward autocasts."""
+"""Float32 parameters that a forward pass uses in 16 bit: masters of weights that train whole, and adapters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["AutocastForward", "cast_in_place", "widen"]
+__all__ = ["AutocastForward", "autocast_adapters", "cast_in_place", "widen"]
 
 
 def cast_in_place(parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -30,21 +30,43 @@ def widen(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
     return narrow
 
 
-class AutocastForward:
-    """Puts every forward pass of a module under autocast, until :meth:`remove`.
+def autocast_adapters(model: nn.Module, dtype: torch.dtype) -> AutocastForward | None:
+    """Makes PEFT's layers compute in ``dtype``, their base's, whatever the dtype of their parameters.
+
+    PEFT itself widens the input to the adapter's dtype, and everything between stays wide until the backward pass.
 
     Args:
-        model: The whole model.
+        model: A ``PeftModel``.
+        dtype: The base's.
+
+    Returns:
+        What takes it back; None where there is nothing to narrow: a float32 base, or a tuner without layers.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if dtype not in (torch.bfloat16, torch.float16):
+        return None
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.cast_input_dtype_enabled = False
+    return AutocastForward(layers, dtype) if layers else None
+
+
+class AutocastForward:
+    """Puts every forward pass of some modules under autocast, until :meth:`remove`.
+
+    Args:
+        modules: The whole model, or parts of it.
         dtype: Dtype of the matrix products.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._contexts: list[torch.autocast] = []
-        self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._enter),
-            model.register_forward_hook(self._exit, always_call=True),
-        ]
+        self._handles: list[RemovableHandle] = []
+        for module in modules:
+            self._handles.append(module.register_forward_pre_hook(self._enter))
+            self._handles.append(module.register_forward_hook(self._exit, always_call=True))
 
     def remove(self) -> None:
         """Takes the hooks off."""

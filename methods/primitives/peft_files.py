@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from finetune.core.errors import CapabilityError, CheckpointError
 from finetune.core.files import write_json
 from finetune.core.learned_state import require_same_shapes
-from finetune.methods.state import METHOD_FILE
+from finetune.methods.primitives.master_weights import autocast_adapters
+from finetune.methods.state import METHOD_FILE, read_method_file
 
 __all__ = [
     "ADAPTER_CONFIG",
@@ -105,6 +106,9 @@ def load_adapter(model: Any, folder: Path) -> nn.Module:
     loaded = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     require_same_shapes(loaded, tensors)
     require_equal(loaded, tensors)
+    configs = read_method_file(folder).get("config", {})
+    if any(config.get("compute_dtype") == "base" for config in (configs if isinstance(configs, list) else [configs])):
+        autocast_adapters(adapted, next(model.parameters()).dtype)
     return cast(nn.Module, adapted)
 
 
