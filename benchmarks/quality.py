@@ -67,6 +67,14 @@ SETUPS = {
     "top_layers_half": Setup("top_layers", 3e-4, {"count": 0.5}),
     # Up and down projections of the second quarter, unmasked.
     "cofitune": Setup("cofitune", 3e-4, {"soft_mask": False}),
+    # An eighth of what "lora" trains: pools that all layers of a kind draw from, or rank 1.
+    "mos_eighth": Setup("mos", 1e-3, {"r": 8, "equiv_rank": 1, "private_rank": 0, "num_shards": 4}, seeded=True),
+    "lora_eighth": Setup("lora", 1e-3, {"r": 1, "lora_alpha": 2, "target_modules": "all-linear"}),
+    "vera": Setup("vera", 1e-2, {"r": 256, "target_modules": "all-linear"}),
+    "vblora": Setup(
+        "vblora", 3e-3, {"r": 4, "vector_length": 64, "num_vectors": 256, "topk": 2, "target_modules": "all-linear"}
+    ),
+    "randlora": Setup("randlora", 1e-3, {"r": 192, "target_modules": "all-linear"}),
     # A run of 30 steps draws six times.
     "lisa": Setup("lisa", 1e-3, {"layers": 2, "interval": 5}, seeded=True),
 }
@@ -199,11 +207,11 @@ def run(name: str, task: Task, tokenizer: Any, *, seed: int, learning_rate: floa
     return {"accuracy": score(model, task, tokenizer), "seconds": seconds, "trained": method.summary().trained}
 
 
-def search(tokenizer: Any, methods: Sequence[str]) -> None:
+def search(tokenizer: Any, methods: Sequence[str], rates: Sequence[float]) -> None:
     """Prints the development accuracy of each method by learning rate."""
     task = Task("sst2", read_sst2("train", 320), read_sst2("dev", 400), [" terrible", " great"])
     for name in methods:
-        for rate in (3e-5, 1e-4, 3e-4, 1e-3, 3e-3):
+        for rate in rates:
             print(name, rate, run(name, task, tokenizer, seed=100, learning_rate=rate), flush=True)
 
 
@@ -241,12 +249,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--search", action="store_true", help="prints the accuracy by learning rate instead")
+    parser.add_argument("--rates", nargs="+", type=float, default=[3e-5, 1e-4, 3e-4, 1e-3, 3e-3], help="for --search")
     given = parser.parse_args(arguments)
     if not DATA.is_dir():
         parser.error(f"{DATA} is not there: the tasks need its data")
     tokenizer = load_tokenizer(MODEL)
     if given.search:
-        search(tokenizer, given.methods)
+        search(tokenizer, given.methods, given.rates)
         return
     tasks = make_tasks(2 * BATCH, 2 * BATCH) if given.quick else make_tasks(480, 300)
     methods = given.methods[:2] if given.quick and given.methods == list(SETUPS) else given.methods

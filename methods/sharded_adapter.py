@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
-from finetune.methods.low_rank_adapter import LowRankAdapter
+from pydantic import Field
 
-__all__ = ["ShardedAdapter"]
+from finetune.methods.base import MethodConfig
+from finetune.methods.low_rank_adapter import LowRankAdapter, LowRankAdapterConfig
+
+__all__ = ["ShardedAdapter", "ShardedAdapterConfig"]
+
+
+class ShardedAdapterConfig(LowRankAdapterConfig):
+    """What all methods share whose factors are gathered from pools."""
+
+    gather: Literal["layer", "model"] = Field(
+        default="layer",
+        description="Whether factors are laid out layer by layer, or all at once when a pass begins: fewer kernels.",
+    )
 
 
 class ShardedAdapter(LowRankAdapter):
@@ -17,6 +29,8 @@ class ShardedAdapter(LowRankAdapter):
     numbers that never train.
     """
 
+    Config: ClassVar[type[MethodConfig]] = ShardedAdapterConfig
+    config: ShardedAdapterConfig
     sharing: ClassVar[str]
 
     def _peft_type(self) -> Any:

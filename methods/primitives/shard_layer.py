@@ -62,6 +62,7 @@ class LinearShards(LowRankLayer):
         "shards_factors",
         "shards_dropout",
         "shards_groups",
+        "shards_places",
         "r",
         "scaling",
     )
@@ -69,6 +70,8 @@ class LinearShards(LowRankLayer):
     def __init__(self, base_layer: nn.Module, owner: Any) -> None:
         super().__init__(base_layer, owner)
         self.shards_groups: dict[str, str] = {}
+        self.shards_places: dict[str, int] = {}
+        self._laid_out: dict[str, tuple[Any, tuple[Tensor, Tensor]]] = {}
         self.shards_dropout = nn.ModuleDict({})
         self.shards_index_a, self.shards_index_b = BufferDict(persistent=True), BufferDict(persistent=True)
         self.shards_factors = BufferDict(persistent=True)
@@ -87,6 +90,7 @@ class LinearShards(LowRankLayer):
         self,
         adapter: str,
         group: str,
+        place: int,
         index_a: Tensor,
         index_b: Tensor,
         *,
@@ -100,6 +104,7 @@ class LinearShards(LowRankLayer):
         Args:
             adapter: Its name.
             group: The group of layers that share the pools.
+            place: The layer's number in it.
             index_a: Rows of the first factor's pool, int32 (r, shards).
             index_b: Rows of the second's.
             factors: Frozen factor of each rank, float32 (r,), or None.
@@ -108,7 +113,7 @@ class LinearShards(LowRankLayer):
             inference_mode: Whether nothing of it trains.
         """
         device = next(self.get_base_layer().parameters()).device
-        self.shards_groups[adapter] = group
+        self.shards_groups[adapter], self.shards_places[adapter] = group, place
         self.r[adapter], self.scaling[adapter] = index_a.shape[0], alpha / index_a.shape[0]
         self.shards_index_a[adapter], self.shards_index_b[adapter] = (
             index.reshape(-1).to(device) for index in (index_a, index_b)
@@ -119,7 +124,28 @@ class LinearShards(LowRankLayer):
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
     def factors(self, adapter: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns A (r, a) and B^T (r, b) of an adapter in ``dtype``: gathered as float32, cast once."""
+        """Returns A (r, a) and B^T (r, b) of an adapter in ``dtype``: gathered as float32, cast once.
+
+        In evaluation they are kept, as long as the pools stay what they were.
+        """
+        if self.training or torch.is_grad_enabled():
+            self._laid_out.clear()
+            shared = self.owner.gathered(adapter, self.shards_groups[adapter])
+            return self._gather(adapter, dtype) if shared is None else self._views(adapter, shared, dtype)
+        pools = self.shards_pool_a[adapter], self.shards_pool_b[adapter]
+        state = dtype, *((pool.data_ptr(), pool._version) for pool in pools)
+        known = self._laid_out.get(adapter)
+        if known is None or known[0] != state:
+            known = self._laid_out[adapter] = state, self._gather(adapter, dtype)
+        return known[1]
+
+    def _views(self, adapter: str, shared: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        place = self.shards_places[adapter]
+        device = self.shards_index_a[adapter].device
+        first, second = (factor[place].to(device=device, dtype=dtype) for factor in shared)
+        return first, second
+
+    def _gather(self, adapter: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         r = self.r[adapter]
         pairs = (
             (self.shards_index_a[adapter], self.shards_pool_a[adapter]),
@@ -129,6 +155,11 @@ class LinearShards(LowRankLayer):
             F.embedding(index, pool).view(r, -1).to(device=index.device, dtype=dtype) for index, pool in pairs
         )
         return first, second
+
+    def train(self, mode: bool = True) -> LinearShards:
+        """Forgets the factors that were kept: what trains is about to change, or has changed."""
+        self._laid_out.clear()
+        return super().train(mode)
 
     def forward(self, x: Tensor, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any) -> Tensor:
         """Returns the base layer's output with the updates of the active adapters, or of each row's own adapter."""

@@ -6,15 +6,17 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from torch import Tensor, nn
 
 from finetune.core.errors import TargetError
+from finetune.methods.primitives.low_rank_layer import product_dtype
 from finetune.methods.primitives.peft_registration import register_tuner
 from finetune.methods.primitives.projections import in_features, out_features
 from finetune.methods.primitives.shard_layer import LinearShards
@@ -40,6 +42,8 @@ class ShardsConfig(PeftConfig):
         unshared_rank: Vectors that repeat nothing (PRoLoRA).
         num_shards_b: Shards per vector of the second factor (PRoLoRA); None: as many as of the first.
         random_scaling: Standard deviation of frozen factors of each rank and layer around one; None: there are none.
+        gather: ``layer`` or ``model``: whether training lays the factors out layer by layer, or those of all layers
+            of a group at once when a pass begins, which takes fewer kernels and holds them all.
         alpha: The update is multiplied by ``alpha / r``.
         dropout: Of the adapter's input.
         seed: Of the dealing and of the pools.
@@ -61,6 +65,7 @@ class ShardsConfig(PeftConfig):
     unshared_rank: int = 0
     num_shards_b: int | None = None
     random_scaling: float | None = None
+    gather: str = "layer"
     alpha: float = 16
     dropout: float = 0.0
     seed: int = 0
@@ -171,7 +176,8 @@ class ShardsTuner(BaseTuner):
             raise ValueError(f"{adapter_name!r} is no name for an adapter: it is a part of {self.prefix!r}")
         if "shards_pool_a" not in self._modules:
             self.shards_pool_a, self.shards_pool_b = nn.ModuleDict({}), nn.ModuleDict({})
-            self._places: dict[str, dict[str, tuple[str, Tensor, Tensor, Tensor | None]]] = {}
+            self._places: dict[str, dict[str, tuple[str, int, Tensor, Tensor, Tensor | None]]] = {}
+            self._gathered: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
             self.seen_outside_backward = False
         config: Any = self._prepare_adapter_config(self.peft_config[adapter_name], self.get_model_config(model))
         self._make_pools(adapter_name, config, self._groups(model, config), on_meta=low_cpu_mem_usage)
@@ -222,7 +228,7 @@ class ShardsTuner(BaseTuner):
                 factors = 1 + config.random_scaling * torch.randn(shape, generator=generator)
             for number, name in enumerate(group.layers):
                 own = None if factors is None else factors[number].clone()
-                self._places[adapter][name] = (group.name, plans[0].index[number], plans[1].index[number], own)
+                self._places[adapter][name] = (group.name, number, plans[0].index[number], plans[1].index[number], own)
         self.shards_pool_a[adapter], self.shards_pool_b[adapter] = pools
 
     def _create_and_replace(  # type: ignore[override]
@@ -236,10 +242,11 @@ class ShardsTuner(BaseTuner):
         **kwargs: Any,
     ) -> None:
         layer = target if isinstance(target, LinearShards) else LinearShards(target, self)
-        group, first, second, factors = self._places[adapter_name][current_key]
+        group, place, first, second, factors = self._places[adapter_name][current_key]
         layer.update_layer(
             adapter_name,
             group,
+            place,
             first,
             second,
             factors=factors,
@@ -261,7 +268,30 @@ class ShardsTuner(BaseTuner):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model."""
         self.seen_outside_backward = False
+        self._gathered = self._gather_all() if self.training and torch.is_grad_enabled() else {}
         return super().forward(*args, **kwargs)
+
+    def _gather_all(self) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
+        """Returns by adapter and group A (layers, r, a) and B^T (layers, r, b), laid out at once."""
+        wanted = [name for name in self.active_adapters if cast(Any, self.peft_config[name]).gather == "model"]
+        layers = [layer for layer in self.modules() if isinstance(layer, LinearShards)] if wanted else []
+        found = {}
+        for adapter in wanted:
+            for group in cast(nn.ParameterDict, self.shards_pool_a[adapter]):
+                own = [layer for layer in layers if layer.shards_groups.get(adapter) == group]
+                found[adapter, group] = _gather_group(own, adapter)
+        return found
+
+    def gathered(self, adapter: str, group: str) -> tuple[Tensor, Tensor] | None:
+        """Returns what was laid out for a group when the pass began, or None where each layer does that for itself.
+
+        Reentrant recomputation goes through the graph of each part by itself, so there is none to share.
+        """
+        found = self._gathered.get((adapter, group))
+        if found is not None and found[0].requires_grad and not torch.is_grad_enabled():
+            self._gathered = {}
+            return None
+        return found
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -288,6 +318,20 @@ class ShardsTuner(BaseTuner):
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _gather_group(layers: list[LinearShards], adapter: str) -> tuple[Tensor, Tensor]:
+    r = layers[0].r[adapter]
+    pairs = (
+        (layers[0].shards_pool_a[adapter], [layer.shards_index_a[adapter] for layer in layers]),
+        (layers[0].shards_pool_b[adapter], [layer.shards_index_b[adapter] for layer in layers]),
+    )
+    dtype = product_dtype(cast(Tensor, layers[0].get_base_layer().weight))
+    first, second = (
+        F.embedding(torch.stack([index.to(pool.device) for index in indices]), pool).view(len(layers), r, -1).to(dtype)
+        for pool, indices in pairs
+    )
+    return first, second
 
 
 SHARDS = register_tuner("shards", ShardsConfig, ShardsTuner)

@@ -7,14 +7,13 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from finetune.methods.base import MethodConfig
-from finetune.methods.low_rank_adapter import LowRankAdapterConfig
 from finetune.methods.registry import register
-from finetune.methods.sharded_adapter import ShardedAdapter
+from finetune.methods.sharded_adapter import ShardedAdapter, ShardedAdapterConfig
 
 __all__ = ["PRoLoRA", "PRoLoRAConfig"]
 
 
-class PRoLoRAConfig(LowRankAdapterConfig):
+class PRoLoRAConfig(ShardedAdapterConfig):
     """How vectors repeat."""
 
     r: int = Field(default=16, ge=1, description="Rank of each layer's update.")

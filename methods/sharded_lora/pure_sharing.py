@@ -7,14 +7,13 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from finetune.methods.base import MethodConfig
-from finetune.methods.low_rank_adapter import LowRankAdapterConfig
 from finetune.methods.registry import register
-from finetune.methods.sharded_adapter import ShardedAdapter
+from finetune.methods.sharded_adapter import ShardedAdapter, ShardedAdapterConfig
 
 __all__ = ["PureSharing", "PureSharingConfig"]
 
 
-class PureSharingConfig(LowRankAdapterConfig):
+class PureSharingConfig(ShardedAdapterConfig):
     """What is shared."""
 
     equiv_rank: int = Field(default=2, ge=1, description="Rank of the plain LoRA with as many trained parameters.")

@@ -59,6 +59,9 @@ class TestWorkedExample:
         class Owner(nn.Module):
             seen_outside_backward = False
 
+            def gathered(self, adapter: str, group: str) -> None:
+                return None
+
         owner = Owner()
         pools = {"a": [[1.0, 2], [3, 4], [5, 6], [7, 8]], "b": [[1.0, 0], [0, 1], [2, 0], [0, 2]]}
         for name, rows in pools.items():
@@ -69,7 +72,7 @@ class TestWorkedExample:
         layer = LinearShards(base, owner)
         layer._active_adapter = ["default"]
         first, second = (torch.tensor(rows, dtype=torch.int32) for rows in ([[2, 0], [1, 3]], [[0, 1], [3, 2]]))
-        layer.update_layer("default", "g", first, second, factors=None, alpha=2, dropout=0.0, inference_mode=False)
+        layer.update_layer("default", "g", 0, first, second, factors=None, alpha=2, dropout=0.0, inference_mode=False)
         return layer, owner
 
     def test_factors_change_output_and_gradients(self) -> None:
@@ -256,6 +259,50 @@ class TestLifeInPeft:
             TargetError, match=r"5 shards do not divide the width 32 of model\.layers\.0\.self_attn\.q_proj"
         ):
             mos(num_shards=5)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_laid_out_for_the_whole_model_at_once_the_gradients_are_the_same(
+    dtype: torch.dtype, reentrant: bool | None
+) -> None:
+    found = []
+    for gather in ("layer", "model"):
+        model = train(mos(tiny_llama(layers=4, dtype=dtype), gather=gather), steps=1).train()
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        for _ in range(2):  # accumulation takes a fresh graph each
+            model(input_ids=ROWS, labels=ROWS).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+        assert bool(model.base_model._gathered) is (gather == "model" and reentrant is not True)
+    assert found[0]
+    tolerance = {"atol": 1e-6, "rtol": 1e-5} if dtype is torch.float64 else {"atol": 1e-2, "rtol": 2e-2}
+    for name, gradient in found[0].items():
+        assert torch.allclose(found[1][name], gradient, **tolerance), name
+
+
+def test_factors_are_kept_in_evaluation_until_the_pools_change() -> None:
+    model = train(mos())
+    layer = next(iter(layers_of(model).values()))
+    with torch.no_grad():
+        first = layer.factors("default", torch.float32)
+        assert layer.factors("default", torch.float32)[0] is first[0]
+        assert layer.factors("default", torch.bfloat16)[0].dtype == torch.bfloat16
+    before = logits(model)
+    model.eval()
+    pool = layer.shards_pool_b["default"]
+    with torch.no_grad():
+        pool.add_(1.0)
+    assert not torch.equal(logits(model), before)
+    after = train(model, steps=1)
+    assert not torch.equal(logits(after), before)
+    assert torch.equal(logits(after), logits(copy.deepcopy(after)))
+    optimizer = torch.optim.AdamW([pool], lr=1.0, fused=True)  # which does not count versions up
+    fused = logits(model.eval())
+    model(input_ids=ROWS, labels=ROWS).loss.backward()
+    optimizer.step()
+    assert not torch.equal(logits(model), fused)
 
 
 def test_a_stock_lora_says_the_same(tmp_path: Path) -> None:
