@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.tiny import save_tiny_model, token_batch
+from support.tiny import save_tiny_model, tiny_llama, token_batch
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
@@ -31,10 +31,15 @@ def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "runs/mine/learned/delta.safetensors").is_file()
 
 
+def test_the_python_of_the_page_on_adapters_runs() -> None:
+    names = {"model": tiny_llama()}
+    exec(blocks("docs/adapters.md"), names)
+    assert names["model"].active_peft_config.peft_type == "SHARDS"
+
+
 def test_the_method_in_the_docs_is_complete() -> None:
     import finetune
     from finetune.methods import METHODS
-    from support.tiny import tiny_llama
 
     exec(blocks("docs/methods.md"), {"__name__": "finetune.methods.freezing.norms_and_head"})
     try:
