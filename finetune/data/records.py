@@ -58,6 +58,7 @@ class Conversation:
         extra: Columns that are not part of the conversation.
         text: Plain text.
         tools: Descriptions of the tools that the assistant may call.
+        number: Position in the source, counted from 0.
     """
 
     messages: tuple[Message, ...]
@@ -67,6 +68,7 @@ class Conversation:
     extra: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
     tools: tuple[Any, ...] = ()
+    number: int = 0
 
     @property
     def where(self) -> str:
