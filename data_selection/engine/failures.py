@@ -1,0 +1,71 @@
+"""A row that cannot be measured costs nobody else anything: it gets a reason in place of its measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from finetune.data_selection.base import Measured, Unscored
+
+__all__ = ["Isolated", "UnscorableError"]
+
+T = TypeVar("T")
+
+
+class UnscorableError(Exception):
+    """A row that this model or scorer cannot measure, by no fault of the program.
+
+    Args:
+        reason: Short, the same for rows with the same fault.
+        detail: What is special to this row.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.detail = reason, detail
+
+
+class Isolated:
+    """Measures batches, and a batch that fails in parts, down to single rows.
+
+    Args:
+        measure: Measures a batch.
+    """
+
+    def __init__(self, measure: Callable[[Sequence[T]], list[Measured]]) -> None:
+        self._measure = measure
+        self._parts = 1
+        self._has_succeeded = False
+
+    def __call__(self, batch: Sequence[T]) -> list[Measured]:
+        """Returns what was measured on each row, in order.
+
+        Raises:
+            Exception: What the first rows failed by, where nothing has been measured yet: that is no fault of theirs.
+        """
+        size = -(-len(batch) // self._parts)
+        return [row for start in range(0, len(batch), size) for row in self._split(batch[start : start + size])]
+
+    def _split(self, batch: Sequence[T]) -> list[Measured]:
+        import torch
+
+        try:
+            measured = self._measure(batch)
+        except UnscorableError as error:
+            if len(batch) == 1:
+                return [Unscored(error.reason, error.detail)]
+        except torch.OutOfMemoryError:
+            if len(batch) == 1:
+                return [Unscored("not enough memory for the row")]
+            # Those that follow are as large: they are taken apart at once.
+            self._parts *= 2
+        except Exception as error:
+            if len(batch) == 1:
+                if not self._has_succeeded:
+                    raise
+                return [Unscored("measuring failed", f"{type(error).__name__}: {' '.join(str(error).split())}")]
+        else:
+            self._has_succeeded = True
+            return measured
+        half = (len(batch) + 1) // 2
+        return [*self._split(batch[:half]), *self._split(batch[half:])]
