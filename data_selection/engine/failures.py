@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from finetune.data_selection.base import Measured, Unscored
+from finetune.data_selection.pool import Example
 
 __all__ = ["Isolated", "UnscorableError"]
-
-T = TypeVar("T")
 
 
 class UnscorableError(Exception):
@@ -32,12 +30,12 @@ class Isolated:
         measure: Measures a batch.
     """
 
-    def __init__(self, measure: Callable[[Sequence[T]], list[Measured]]) -> None:
+    def __init__(self, measure: Callable[[Sequence[Example]], list[Measured]]) -> None:
         self._measure = measure
         self._parts = 1
         self._has_succeeded = False
 
-    def __call__(self, batch: Sequence[T]) -> list[Measured]:
+    def __call__(self, batch: Sequence[Example]) -> list[Measured]:
         """Returns what was measured on each row, in order.
 
         Raises:
@@ -46,7 +44,7 @@ class Isolated:
         size = -(-len(batch) // self._parts)
         return [row for start in range(0, len(batch), size) for row in self._split(batch[start : start + size])]
 
-    def _split(self, batch: Sequence[T]) -> list[Measured]:
+    def _split(self, batch: Sequence[Example]) -> list[Measured]:
         import torch
 
         try:

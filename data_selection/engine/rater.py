@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from finetune.core.errors import CapabilityError
 from finetune.data.render import IGNORED
@@ -67,9 +67,9 @@ class Rater:
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str = "") -> None:
-        self.model: Any = model
+        self.model = cast(Any, model)
         self.tokenizer, self.name = tokenizer, name
-        self.model.eval()
+        self.model.eval()  # no dropout
         self.device = next(model.parameters()).device
         self.context: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self._body: Any = self.model.base_model

@@ -43,8 +43,8 @@ class Ifd(Scorer):
     Mismatched and garbled rows sit just below 1, and short answers score low: look at both ends in the report.
 
     References:
-        Li et al., "From Quantity to Quality", arXiv 2308.12032, section 2.2; its code divides losses (``metric: loss``),
-        later ones perplexities (``metric: ppl``).
+        Li et al., "From Quantity to Quality", arXiv 2308.12032, section 2.2; its code divides losses (``metric:
+        loss``), later ones perplexities (``metric: ppl``).
     """
 
     paper: ClassVar[str] = "arXiv 2308.12032"
