@@ -16,8 +16,10 @@ __all__ = [
     "Recipe",
     "SearchSection",
     "Section",
+    "SelectSection",
     "Source",
     "name_methods",
+    "name_scorer",
 ]
 
 DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
@@ -159,6 +161,41 @@ class SearchSection(Section):
     max_steps: int | None = Field(default=None, ge=1, description="Optimizer steps after which no run is begun.")
 
 
+def name_scorer(value: Any) -> Any:
+    """Returns ``{name: ...}`` for a bare name."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+class SelectSection(Section):
+    """What `finetune select` scores rows by, and which it keeps; every limit that is given holds."""
+
+    scorer: Annotated[
+        dict[str, Any],
+        BeforeValidator(name_scorer, json_schema_input_type=str | dict[str, Any]),
+        Field(description="What scores the rows: a name (`finetune ls selectors`), or {name, and its own keys}."),
+    ] = {"name": "ifd"}
+    keep: Literal["auto", "highest", "lowest", "middle"] = Field(
+        default="auto", description="Which end of the scores is kept; auto: what the scorer is meant for."
+    )
+    top: int | None = Field(default=None, ge=1, description="Most rows.")
+    fraction: float | None = Field(
+        default=None, gt=0, le=1, description="Most rows as a share of those that have a score, in (0, 1]."
+    )
+    budget: int | None = Field(default=None, ge=1, description="Most tokens, prompts and answers together.")
+    threshold: float | None = Field(
+        default=None, description="Score that a row has at least; at most, where the lowest are kept."
+    )
+    per_source: Literal["equal", "proportional"] | None = Field(
+        default=None, description="Rows of each source: the same number, or its share of the pool; null: as they rank."
+    )
+    source_column: str | None = Field(
+        default=None, description="Column that says where a row is from; null: its file is its source."
+    )
+    batch_tokens: int = Field(
+        default=8192, ge=1, description="Rows times tokens of the longest one that the model takes at a time."
+    )
+
+
 def name_methods(value: Any) -> Any:
     """Returns a method section with ``{name: ...}`` for each bare name, alone or in a list."""
     if isinstance(value, list):
@@ -180,6 +217,9 @@ class Recipe(Section):
     engine: EngineSection = Field(default=EngineSection(), description="Processes and devices.")
     eval: EvalSection = Field(default=EvalSection(), description="What the model is measured on.")
     search: SearchSection = Field(default=SearchSection(), description="How `finetune search` finds what to train.")
+    select: SelectSection = Field(
+        default=SelectSection(), description="What `finetune select` scores rows by, and which it keeps."
+    )
     output_dir: str = Field(min_length=1, description="Folder of the run.")
     seed: int = Field(default=42, ge=0, description="Seed of everything random.")
     report_to: Tracker | list[Tracker] = Field(default="none", description="Trackers that get the metrics.")
