@@ -77,12 +77,15 @@ class Scorer:
         paper: Citation with an identifier, or an empty string.
         direction: Which end of the scores is kept by default.
         needs_answers: Whether plain text without an answer cannot be scored.
+        aggregation: Keys of the config that decide only how measurements become scores: they may change without
+            measuring again.
     """
 
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     direction: ClassVar[Direction] = "highest"
     needs_answers: ClassVar[bool] = True
+    aggregation: ClassVar[frozenset[str]] = frozenset()
     Config: ClassVar[type[ScorerConfig]] = ScorerConfig
 
     def __init__(self, config: ScorerConfig | None = None) -> None:
@@ -137,7 +140,7 @@ class Scorer:
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns what decides the measurements besides models and rows; a change of it makes old ones useless."""
-        return self.config.model_dump(mode="json")
+        return {"name": self.name, **self.config.model_dump(mode="json", exclude=set(self.aggregation))}
 
     def diagnose(self, evidence: Sequence[Sequence[Evidence]]) -> list[str]:
         """Returns warnings about the measurements as a whole, each with its consequence."""

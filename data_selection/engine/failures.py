@@ -7,7 +7,11 @@ from collections.abc import Callable, Sequence
 from finetune.data_selection.base import Measured, Unscored
 from finetune.data_selection.pool import Example
 
-__all__ = ["Isolated", "UnscorableError"]
+__all__ = ["FAILURES", "Isolated", "UnscorableError"]
+
+_FAILED, _NO_MEMORY = "measuring failed", "not enough memory for the row"
+FAILURES = frozenset({_FAILED, _NO_MEMORY})
+"""Reasons that speak against the program or the machine, not against the row."""
 
 
 class UnscorableError(Exception):
@@ -54,14 +58,14 @@ class Isolated:
                 return [Unscored(error.reason, error.detail)]
         except torch.OutOfMemoryError:
             if len(batch) == 1:
-                return [Unscored("not enough memory for the row")]
+                return [Unscored(_NO_MEMORY)]
             # Those that follow are as large: they are taken apart at once.
             self._parts *= 2
         except Exception as error:
             if len(batch) == 1:
                 if not self._has_succeeded:
                     raise
-                return [Unscored("measuring failed", f"{type(error).__name__}: {' '.join(str(error).split())}")]
+                return [Unscored(_FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}")]
         else:
             self._has_succeeded = True
             return measured

@@ -49,6 +49,7 @@ class Ifd(Scorer):
 
     paper: ClassVar[str] = "arXiv 2308.12032"
     Config: ClassVar[type[ScorerConfig]] = IfdConfig
+    aggregation: ClassVar[frozenset[str]] = frozenset({"metric", "misaligned"})
 
     def measure(self, rater: Rater, batch: Sequence[Example]) -> list[Measured]:
         """Returns ``loss`` given what was said before, ``loss_alone`` and the number of ``tokens``."""

@@ -36,6 +36,7 @@ class ReversedIfd(Scorer):
     paper: ClassVar[str] = "arXiv 2402.10110"
     direction: ClassVar[Direction] = "lowest"
     Config: ClassVar[type[ScorerConfig]] = IfdConfig
+    aggregation: ClassVar[frozenset[str]] = frozenset({"metric", "misaligned"})
 
     def measure(self, rater: Rater, batch: Sequence[Example]) -> list[Measured]:
         """Returns ``loss`` of the instruction given the answer, ``loss_alone`` and the number of ``tokens``."""

@@ -13,7 +13,7 @@ __all__ = ["recipe_schema"]
 
 
 def recipe_schema() -> dict[str, Any]:
-    """Returns the schema of a recipe file: all sections and training arguments, every method and scorer with its keys."""
+    """Returns the schema of a recipe file: its sections, and every method and scorer with its keys."""
     from finetune.data_selection import discover as discover_scorers
     from finetune.methods import discover
 

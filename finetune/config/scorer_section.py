@@ -66,9 +66,8 @@ def check_scorer(given: Given, section: Any, known: list[str]) -> CheckedScorer:
     own = dict(section)
     name = own.pop("name", None)
     if not isinstance(name, str):
-        return CheckedScorer(
-            None, [Problem("the scorer has no name", given.where(_KEY), want=list_choices(discover()))]
-        )
+        problem = Problem("the scorer has no name", given.where(_KEY), want=list_choices(discover()))
+        return CheckedScorer(None, [problem])
     try:
         config = discover().get(name, where=given.where(f"{_KEY}.name")).Config
     except RegistryError as error:
