@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -97,7 +97,7 @@ def choose(
     """
     left_out = {one.position: reason for one in candidates if (reason := _unfit(one, limits.threshold, direction))}
     ranked = rank([one for one in candidates if one.position not in left_out], direction)
-    quotas = _quotas(candidates, ranked, limits)
+    quotas = _quotas(candidates, left_out, limits)
     room, tokens = limits.count(len(candidates)), limits.budget
     chosen: list[int] = []
     for one in ranked:
@@ -133,10 +133,10 @@ def _unfit(one: Candidate, threshold: float | None, direction: Direction) -> str
     return "beyond the threshold" if beyond else ""
 
 
-def _quotas(pool: Sequence[Candidate], ranked: Sequence[Candidate], limits: Limits) -> dict[str, int] | None:
+def _quotas(pool: Sequence[Candidate], left_out: Container[int], limits: Limits) -> dict[str, int] | None:
     if limits.per_source is None:
         return None
-    available = Counter(one.source for one in ranked)
+    available = Counter(one.source for one in pool if one.position not in left_out)
     room = limits.count(len(pool))
     if limits.per_source == "equal":
         return balanced_quotas(available, room)

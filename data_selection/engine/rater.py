@@ -168,13 +168,13 @@ class Rater:
             return found
 
     def _hidden(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Returns (B, T, D); a causal model does not look at what pads a row on the right."""
+        """Returns (B, T, D); a causal model does not look at what pads a row on the right, so there is no mask."""
         import torch
 
         self._check_length(max(map(len, rows)))
-        ids_BT, mask_BT = padded(rows, 0, "right", self.device)
+        ids_BT, _ = padded(rows, 0, "right", self.device)
         with torch.inference_mode():
-            hidden: Tensor = self._body(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).last_hidden_state
+            hidden: Tensor = self._body(input_ids=ids_BT, use_cache=False).last_hidden_state
             return hidden
 
     def _check_length(self, tokens: int) -> None:

@@ -82,7 +82,7 @@ def _alone(target: Sequence[int], start: Sequence[int]) -> TargetRow:
 
 
 def measure_pairs(rater: Rater, pairs: Sequence[Pair]) -> list[Measured]:
-    """Returns per pair ``loss`` and ``loss_alone``, the mean of its targets' tokens in nats, and ``tokens``.
+    """Returns per pair ``loss`` and ``loss_alone``, the mean of its targets' tokens in nats, and ``scored_tokens``.
 
     Raises:
         UnscorableError: A pair has no token that can be scored.
@@ -99,7 +99,7 @@ def measure_pairs(rater: Rater, pairs: Sequence[Pair]) -> list[Measured]:
             {
                 "loss": with_context.total / with_context.tokens,
                 "loss_alone": without.total / without.tokens,
-                "tokens": with_context.tokens,
+                "scored_tokens": with_context.tokens,
             }
         )
     return measured

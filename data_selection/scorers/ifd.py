@@ -52,7 +52,7 @@ class Ifd(Scorer):
     aggregation: ClassVar[frozenset[str]] = frozenset({"metric", "misaligned"})
 
     def measure(self, rater: Rater, batch: Sequence[Example]) -> list[Measured]:
-        """Returns ``loss`` given what was said before, ``loss_alone`` and the number of ``tokens``."""
+        """Returns ``loss`` given what was said before, ``loss_alone`` and the number of ``scored_tokens``."""
         from finetune.data_selection.engine.targets import measure_pairs
 
         return measure_pairs(rater, [self.pair(rater, example) for example in batch])

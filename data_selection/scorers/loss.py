@@ -28,11 +28,11 @@ class AnswerLoss(Scorer):
     needs_answers: ClassVar[bool] = False
 
     def measure(self, rater: Rater, batch: Sequence[Example]) -> list[Measured]:
-        """Returns ``loss``, and ``tokens`` that it is the mean of."""
+        """Returns ``loss``, and ``scored_tokens`` that it is the mean of."""
         from finetune.data_selection.engine.rater import TargetRow
 
         losses = rater.losses([TargetRow(example.encoded.input_ids, example.encoded.labels) for example in batch])
-        return [{"loss": loss.total / loss.tokens, "tokens": loss.tokens} for loss in losses]
+        return [{"loss": loss.total / loss.tokens, "scored_tokens": loss.tokens} for loss in losses]
 
     def score(self, example: Example, *evidence: Evidence) -> Score:
         """Returns the loss."""

@@ -39,7 +39,7 @@ class ReversedIfd(Scorer):
     aggregation: ClassVar[frozenset[str]] = frozenset({"metric", "misaligned"})
 
     def measure(self, rater: Rater, batch: Sequence[Example]) -> list[Measured]:
-        """Returns ``loss`` of the instruction given the answer, ``loss_alone`` and the number of ``tokens``."""
+        """Returns ``loss`` of the instruction given the answer, ``loss_alone`` and the number of ``scored_tokens``."""
         from finetune.data_selection.engine.targets import measure_pairs
 
         return measure_pairs(rater, [self.pair(rater, example) for example in batch])

@@ -191,8 +191,11 @@ class SelectSection(Section):
     source_column: str | None = Field(
         default=None, description="Column that says where a row is from; null: its file is its source."
     )
-    batch_tokens: int = Field(
-        default=8192, ge=1, description="Rows times tokens of the longest one that the model takes at a time."
+    batch_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rows times tokens of the longest one that the model takes at a time; null: 2048 on a CPU, "
+        "16384 on an accelerator.",
     )
 
 

@@ -27,7 +27,7 @@ def describe_plan(plan: SelectionPlan, work: Work, *, processes: int) -> str:
     lines = [
         f"finetune {__version__}",
         f"data     {sources}",
-        f"         {len(pool.examples):,} rows, {count_in_words(sum(example.tokens for example in pool.examples))} tokens"
+        f"         {len(pool.examples):,} rows, {count_in_words(sum(work.lengths))} tokens"
         + (f" ({_counts(dropped)} dropped)" if dropped else ""),
         f"scorer   {plan.scorer.name}{paper}  {_config(plan.scorer.config.model_dump(mode='json'))}".rstrip(),
         f"keep     the {plan.direction}, {_limits(plan)}",

@@ -51,7 +51,7 @@ class SelectionFolder:
             raise RefusedError(
                 "the output directory holds an earlier selection",
                 where=where,
-                fix="--resume to go on with it (no row is scored twice), --overwrite to replace it, or output_dir=ANOTHER",
+                fix="--resume to go on with it (nothing is scored twice), --overwrite to replace it, or another folder",
             )
 
     def begin(self, identity: Mapping[str, Any], recipe: str, *, resume: bool) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["SelectionResult", "select"]
 
 FAILED, INTERRUPTED = 1, 130
+_BATCH_TOKENS = {"cpu": 2048, "accelerator": 16384}
 _FAILURES_ALLOWED = 0.01
 """Share of the rows that may fail to be measured without the run counting as failed."""
 
@@ -129,8 +130,13 @@ def _select(
 def _work(plan: SelectionPlan, folder: SelectionFolder) -> Work:
     recipe = plan.recipe
     log = ScoreLog(folder.log)
-    tokens = recipe.select.batch_tokens
-    return plan_work(plan.scorer, plan.pool.examples, log, model=recipe.model.name_or_path, batch_tokens=tokens)
+    tokens, model = _batch_tokens(plan), recipe.model.name_or_path
+    return plan_work(plan.scorer, plan.pool.examples, log, model=model, batch_tokens=tokens)
+
+
+def _batch_tokens(plan: SelectionPlan) -> int:
+    default = _BATCH_TOKENS["cpu" if resolve_device(plan.recipe.model.device).type == "cpu" else "accelerator"]
+    return plan.recipe.select.batch_tokens or default
 
 
 def _identity(plan: SelectionPlan) -> dict[str, Any]:
@@ -143,7 +149,7 @@ def _identity(plan: SelectionPlan) -> dict[str, Any]:
         "model": model.name_or_path,
         "dtype": str(resolve_dtype(model.dtype, device)).removeprefix("torch."),
         "device": device.type,
-        "batch_tokens": plan.recipe.select.batch_tokens,
+        "batch_tokens": _batch_tokens(plan),
     }
 
 

@@ -93,7 +93,7 @@ class TestLoss:
 class TestIfd:
     def test_numbers_by_hand(self, tokenizer: Any) -> None:
         example = examples(tokenizer)[0]
-        evidence = {"loss": 1.6, "loss_alone": 2.1, "tokens": 7}
+        evidence = {"loss": 1.6, "loss_alone": 2.1, "scored_tokens": 7}
         assert build_scorer({"name": "ifd"}).score(example, evidence).value == pytest.approx(0.606531, abs=1e-6)
         by_loss = build_scorer({"name": "ifd", "metric": "loss"})
         assert by_loss.score(example, evidence).value == pytest.approx(0.761905, abs=1e-6)
@@ -121,12 +121,12 @@ class TestIfd:
             alone += len(target) * mean_loss(rater, [tokenizer.bos_token_id], target)
             tokens += len(target)
         (measured,) = measure(build_scorer({"name": "ifd"}), rater, (example,))
-        expected = {"loss": given / tokens, "loss_alone": alone / tokens, "tokens": tokens}
+        expected = {"loss": given / tokens, "loss_alone": alone / tokens, "scored_tokens": tokens}
         assert measured == pytest.approx(expected, rel=1e-5)
 
     def test_a_row_at_one_or_above_is_not_kept_unless_asked(self, tokenizer: Any) -> None:
         example = examples(tokenizer)[0]
-        evidence = {"loss": 2.0, "loss_alone": 2.0, "tokens": 7}
+        evidence = {"loss": 2.0, "loss_alone": 2.0, "scored_tokens": 7}
         assert build_scorer({"name": "ifd"}).score(example, evidence).excluded
         assert not build_scorer({"name": "ifd", "misaligned": "keep"}).score(example, evidence).excluded
 
