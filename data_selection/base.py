@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from finetune.data_selection.engine.rater import Rater
     from finetune.data_selection.pool import Example
 
-__all__ = ["Direction", "Evidence", "Measured", "Score", "Scorer", "ScorerConfig", "Unscored"]
+FILE: dict[str, Any] = {"format": "path"}
+"""Of a config's field that names a file (``json_schema_extra=FILE``): a selection's copy of the recipe names it by its
+absolute path."""
+
+__all__ = ["FILE", "Direction", "Evidence", "Measured", "Score", "Scorer", "ScorerConfig", "Unscored"]
 
 Evidence: TypeAlias = Mapping[str, Any]
 """What was measured on one row: plain JSON values, so that it is stored as it is and read back exactly."""
@@ -141,6 +145,10 @@ class Scorer:
     def fingerprint(self) -> dict[str, Any]:
         """Returns what decides the measurements besides models and rows; a change of it makes old ones useless."""
         return {"name": self.name, **self.config.model_dump(mode="json", exclude=set(self.aggregation))}
+
+    def about(self) -> dict[str, Any]:
+        """Returns what the manifest says of the scorer besides its name and config."""
+        return {}
 
     def diagnose(self, evidence: Sequence[Sequence[Evidence]]) -> list[str]:
         """Returns warnings about the measurements as a whole, each with its consequence."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from finetune.data_selection.engine.trees import TokenTree
 
-__all__ = ["CHUNK", "Loss", "Rater", "TargetRow"]
+__all__ = ["CHUNK", "Loss", "NextTokens", "Rater", "TargetRow"]
 
 CHUNK = 256
 """Positions whose logits exist at a time."""
@@ -49,6 +49,19 @@ class Loss:
 
     def __add__(self, other: Loss) -> Loss:
         return Loss(self.total + other.total, self.tokens + other.tokens)
+
+
+@dataclass(frozen=True)
+class NextTokens:
+    """What comes next.
+
+    Attributes:
+        log_probabilities: (N, K) float32, of the tokens that were asked for.
+        likeliest: (N,) int64, the likeliest token of all.
+    """
+
+    log_probabilities: Tensor
+    likeliest: Tensor
 
 
 class Rater:
@@ -146,17 +159,17 @@ class Rater:
         with torch.inference_mode():
             return self._head(hidden_ND) if self._head_is_all else self._through_whole_model(hidden_ND)
 
-    def log_probabilities(self, hidden_ND: Tensor, tokens_K: Sequence[int]) -> Tensor:
-        """Returns the log-probabilities of some tokens among the whole vocabulary, computed in float32.
-
-        Shape:
-            (N, K) float32.
-        """
+    def next_tokens(self, hidden_ND: Tensor, tokens_K: Sequence[int]) -> NextTokens:
+        """Returns how likely some tokens come next, among the whole vocabulary."""
         import torch
 
         index = torch.tensor(list(tokens_K), device=self.device)
+        normalisers, likeliest = [], []
         with torch.inference_mode():
-            whole = [self.logits(chunk).float().logsumexp(-1) for chunk in torch.split(hidden_ND, CHUNK)]
+            for chunk in torch.split(hidden_ND, CHUNK):
+                logits = self.logits(chunk).float()
+                normalisers.append(logits.logsumexp(-1))
+                likeliest.append(logits.argmax(-1))
             if self._head_is_all:
                 # A few rows of the head in float32: in bfloat16 the steps between logits are an eighth.
                 bias = getattr(self._head, "bias", None)
@@ -164,8 +177,7 @@ class Rater:
                 chosen = chosen if bias is None else chosen + bias[index].float()
             else:
                 chosen = torch.cat([self.logits(chunk)[:, index].float() for chunk in torch.split(hidden_ND, CHUNK)])
-            found: Tensor = chosen - torch.cat(whole)[:, None]
-            return found
+            return NextTokens(chosen - torch.cat(normalisers)[:, None], torch.cat(likeliest))
 
     def _hidden(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Returns (B, T, D); a causal model does not look at what pads a row on the right, so there is no mask."""

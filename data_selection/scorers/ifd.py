@@ -50,6 +50,7 @@ class Ifd(Scorer):
     paper: ClassVar[str] = "arXiv 2308.12032"
     Config: ClassVar[type[ScorerConfig]] = IfdConfig
     aggregation: ClassVar[frozenset[str]] = frozenset({"metric", "misaligned"})
+    config: IfdConfig
 
     def measure(self, rater: Rater, batch: Sequence[Example]) -> list[Measured]:
         """Returns ``loss`` given what was said before, ``loss_alone`` and the number of ``scored_tokens``."""
@@ -66,7 +67,6 @@ class Ifd(Scorer):
 
     def score(self, example: Example, *evidence: Evidence) -> Score:
         """Returns the ratio."""
-        assert isinstance(self.config, IfdConfig)
         value = ratio(evidence[0], self.config.metric)
         excluded = value >= 1 and self.config.misaligned == "exclude"
         return Score(value, "the instruction does not help to predict the answer" if excluded else "")

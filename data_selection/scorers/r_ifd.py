@@ -37,6 +37,7 @@ class ReversedIfd(Scorer):
     direction: ClassVar[Direction] = "lowest"
     Config: ClassVar[type[ScorerConfig]] = IfdConfig
     aggregation: ClassVar[frozenset[str]] = frozenset({"metric", "misaligned"})
+    config: IfdConfig
 
     def measure(self, rater: Rater, batch: Sequence[Example]) -> list[Measured]:
         """Returns ``loss`` of the instruction given the answer, ``loss_alone`` and the number of ``scored_tokens``."""
@@ -66,7 +67,6 @@ class ReversedIfd(Scorer):
 
     def score(self, example: Example, *evidence: Evidence) -> Score:
         """Returns the ratio."""
-        assert isinstance(self.config, IfdConfig)
         value = ratio(evidence[0], self.config.metric)
         excluded = value >= 1 and self.config.misaligned == "exclude"
         return Score(value, "the answer does not help to guess the instruction" if excluded else "")

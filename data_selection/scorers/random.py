@@ -31,6 +31,7 @@ class RandomScorer(Scorer):
 
     needs_answers: ClassVar[bool] = False
     Config: ClassVar[type[ScorerConfig]] = RandomConfig
+    config: RandomConfig
 
     def models(self, default: str) -> list[str]:
         """Needs none."""
@@ -38,6 +39,5 @@ class RandomScorer(Scorer):
 
     def score(self, example: Example, *evidence: Evidence) -> Score:
         """Returns the row's number."""
-        assert isinstance(self.config, RandomConfig)
         digest = hashlib.sha256(f"{self.config.seed} {example.key}".encode()).digest()
         return Score(int.from_bytes(digest[:6], "big") / 2**48)

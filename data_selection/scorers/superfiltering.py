@@ -41,10 +41,10 @@ class Superfiltering(Ifd):
 
     paper: ClassVar[str] = "arXiv 2402.00530"
     Config: ClassVar[type[ScorerConfig]] = SuperfilteringConfig
+    config: SuperfilteringConfig
 
     def models(self, default: str) -> list[str]:
         """Returns the small model."""
-        assert isinstance(self.config, SuperfilteringConfig)
         return [self.config.model]
 
     def pair(self, rater: Rater, example: Example) -> Pair:

@@ -176,13 +176,14 @@ def _write_subsets(selection: Selection, target: Path) -> list[Path]:
 def _manifest(selection: Selection) -> dict[str, Any]:
     plan = selection.plan
     recipe, scorer, dropped = plan.recipe, plan.scorer, plan.pool.dropped
+    config = {**scorer.config.model_dump(mode="json"), **scorer.about()}
     section = recipe.select.model_dump(mode="json", exclude={"scorer", "batch_tokens"})
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": sys.argv,
         "finetune": toolkit_version(),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "scorer": {"name": scorer.name, "paper": scorer.paper, **scorer.config.model_dump(mode="json")},
+        "scorer": {"name": scorer.name, "paper": scorer.paper, **config},
         "limits": {**section, "keep": plan.direction},
         "data": {
             "sources": [source.model_dump(mode="json") for source in recipe.data.train],

@@ -66,11 +66,12 @@ class TestRater:
     @pytest.mark.parametrize("name", MODELS)
     def test_probabilities_of_some_next_tokens(self, name: str) -> None:
         rater = rater_of(name)
-        found = rater.log_probabilities(rater.last_hidden(ROWS), [5, 9, 300])
-        for row, log_p in zip(ROWS, found, strict=True):
+        found = rater.next_tokens(rater.last_hidden(ROWS), [5, 9, 300])
+        for row, log_p, likeliest in zip(ROWS, found.log_probabilities, found.likeliest, strict=True):
             with torch.no_grad():
                 expected = rater.model(input_ids=torch.tensor([row])).logits[0, -1].float().log_softmax(-1)
             torch.testing.assert_close(log_p, expected[[5, 9, 300]], atol=1e-5, rtol=1e-5)
+            assert likeliest == expected.argmax()
 
     def test_only_read_positions_reach_the_head(self) -> None:
         rater = rater_of()
