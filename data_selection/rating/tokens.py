@@ -75,11 +75,14 @@ def resolve_rating_tokens(
 
 
 def _single(tokenizer: PreTrainedTokenizerBase, context: str, rating: str, special: bool) -> int | None:
-    """Returns the one token that ``rating`` adds to ``context``, or None."""
+    """Returns the one token that ``rating`` adds to ``context``, or None.
+
+    White space at the end of the context may be split in another way once a rating follows, as long as none of it goes
+    over into the rating.
+    """
     before = tokenizer(context, add_special_tokens=special)["input_ids"]
-    # A special token that the tokenizer puts at the end of a text would stand between the two.
     whole = tokenizer(context + rating, add_special_tokens=special)["input_ids"]
-    return int(whole[-1]) if whole[:-1] == before else None
+    return int(whole[-1]) if tokenizer.decode(whole[:-1]) == tokenizer.decode(before) else None
 
 
 def _variant(

@@ -90,6 +90,16 @@ class TestRatingTokens:
         assert found.context("the answer: ") == "the answer:"
         assert [tokenizer.convert_ids_to_tokens(list(ids)) for ids in found.ids] == [[f" {d}"] for d in "12345"]
 
+    @pytest.mark.real
+    def test_the_published_cue_works_with_the_bundled_model(self) -> None:
+        """Its tokenizer splits the white space at the end of the cue in another way once a digit follows."""
+        from finetune.models import load_tokenizer
+
+        tokenizer = load_tokenizer("bundled:smollm2-135m-instruct")
+        found = resolve_rating_tokens(tokenizer, ["a: \n", "The answer is: \n"], 5, variants="strict", special=True)
+        assert [list(ids) for ids in found.ids] == [[33], [34], [35], [36], [37]]
+        assert not found.without_space
+
     def test_digits_that_merge_with_the_cue_are_named(self) -> None:
         tokenizer = self.merging(*((":", digit) for digit in "123"))
         with pytest.raises(ConfigError) as caught:
