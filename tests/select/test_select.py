@@ -17,6 +17,7 @@ import pytest
 
 from finetune.config.load import load_recipe
 from finetune.core.errors import ConfigError, DataError, FinetuneError, RefusedError
+from finetune.core.shipped import shipped_names
 from finetune.data_selection.engine.log import ScoreLog
 from finetune.select.run import SelectionResult, select
 from support.pools import PAIRS
@@ -186,6 +187,13 @@ class TestGoingOn:
         assert sorted(file.name for file in (tmp_path / "out" / "log").iterdir()) == ["0.jsonl", "1.jsonl"]
         for name in ("scores.parquet", "selected/rows.jsonl"):
             assert (tmp_path / "out" / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", [name for name in shipped_names("recipe") if name.startswith("select/")])
+def test_every_shipped_recipe_passes_a_dry_run(name: str, tmp_path: Path) -> None:
+    result = select(load_recipe([name], [f"output_dir={tmp_path / 'out'}"]), dry_run=True)
+    assert result.status == "planned"
 
 
 class TestWhatItRefuses:
