@@ -191,6 +191,13 @@ class SelectSection(Section):
     source_column: str | None = Field(
         default=None, description="Column that says where a row is from; null: its file is its source."
     )
+    duplicates: Literal["keep", "exact", "near"] = Field(
+        default="keep",
+        description="Of rows that say the same, the one that ranks highest is kept; near: almost the same, by MinHash.",
+    )
+    duplicate_threshold: float = Field(
+        default=0.8, gt=0, le=1, description="Share of their five-word sequences that near duplicates have in common."
+    )
     batch_tokens: int | None = Field(
         default=None,
         ge=1,

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 from finetune.core.files import hash_file, replaced_file, replaced_folder, write_json, write_text
 from finetune.data.subset import subset_name, write_subset
 from finetune.data_selection.base import Evidence, Score, Unscored
-from finetune.data_selection.choice.rules import Candidate, choose
+from finetune.data_selection.choice.duplicates import (
+    DuplicateFilter,
+    exact_clusters,
+    near_clusters,
+    normalized_text,
+)
+from finetune.data_selection.choice.rules import Candidate, Refuse, choose
 from finetune.environment import toolkit_version
 from finetune.select.folder import SelectionFolder
 from finetune.select.plan import SelectionPlan
@@ -86,8 +92,19 @@ def select_rows(plan: SelectionPlan, measured: Sequence[Sequence[Evidence] | Uns
         Candidate(place, examples[place].key, score, examples[place].tokens, plan.source_of(examples[place]))
         for place, score in scores.items()
     ]
-    chosen, left_out = choose(candidates, plan.limits, direction=plan.direction)
+    chosen, left_out = choose(candidates, plan.limits, direction=plan.direction, refuse=_refusal(plan))
     return Selection(plan, measured, scores, chosen, left_out)
+
+
+def _refusal(plan: SelectionPlan) -> Refuse:
+    """Returns the rule that looks at the rows chosen before."""
+    section = plan.recipe.select
+    if section.duplicates == "keep":
+        return lambda position: ""
+    texts = [normalized_text(example) for example in plan.pool.examples]
+    if section.duplicates == "exact":
+        return DuplicateFilter(exact_clusters(texts))
+    return DuplicateFilter(near_clusters(texts, section.duplicate_threshold))
 
 
 def write_selection(selection: Selection, folder: SelectionFolder, *, about: Mapping[str, Any]) -> dict[str, Any]:
