@@ -38,7 +38,7 @@ def select(
     if nproc > 1:
         return launch(nproc, settings)
 
-    from finetune.select.run import select as run
+    from finetune.selection.run import select as run
 
     result = run(loaded, dry_run=dry_run, resume=resume, overwrite=overwrite, console=settings.console())
     if as_json and settings.rank == 0:

@@ -25,8 +25,8 @@ from finetune.data_selection.choice.duplicates import (
 )
 from finetune.data_selection.choice.rules import Candidate, Refuse, choose
 from finetune.environment import toolkit_version
-from finetune.select.folder import SelectionFolder
-from finetune.select.plan import SelectionPlan
+from finetune.selection.folder import SelectionFolder
+from finetune.selection.plan import SelectionPlan
 
 if TYPE_CHECKING:
     import numpy as np

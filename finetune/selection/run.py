@@ -24,12 +24,12 @@ from finetune.data_selection.engine.run import Work, collect, measure_pool, plan
 from finetune.models import load_model, load_tokenizer
 from finetune.models.dtype import resolve_device
 from finetune.models.load import resolve_dtype
-from finetune.select.describe import describe_end, describe_plan
-from finetune.select.folder import SelectionFolder
-from finetune.select.page import write_page
-from finetune.select.plan import SelectionPlan, make_plan
-from finetune.select.progress import ScoringProgress
-from finetune.select.result import Selection, select_rows, write_selection
+from finetune.selection.describe import describe_end, describe_plan
+from finetune.selection.folder import SelectionFolder
+from finetune.selection.page import write_page
+from finetune.selection.plan import SelectionPlan, make_plan
+from finetune.selection.progress import ScoringProgress
+from finetune.selection.result import Selection, select_rows, write_selection
 
 if TYPE_CHECKING:
     import torch

@@ -12,14 +12,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow.parquet
 import pytest
 
+import finetune
 from finetune.config.load import load_recipe
 from finetune.core.errors import ConfigError, DataError, FinetuneError, RefusedError
 from finetune.core.shipped import shipped_names
 from finetune.data_selection.engine.log import ScoreLog
-from finetune.select.run import SelectionResult, select
+from finetune.selection.run import SelectionResult, select
 from support.pools import PAIRS
 from support.tiny import save_tiny_model
 
@@ -122,6 +124,28 @@ class TestWhatItLeaves:
         run(workshop, tmp_path, "select.scorer=length", "select.per_source=equal", "select.source_column=topic")
         kept = [ROWS[row["row"]]["topic"] for row in table(tmp_path) if row["kept"]]
         assert Counter(kept) == {"a": 4, "b": 3}
+
+
+class TestFromPython:
+    def test_a_data_set_comes_back_with_the_rows_of_the_recipe(
+        self, workshop: Path, whole: Path, tmp_path: Path
+    ) -> None:
+        rows = datasets.Dataset.from_list(ROWS)
+        model = {"name_or_path": str(workshop / "model"), "dtype": "float32", "device": "cpu"}
+        options = {"model": model, "fraction": 0.25, "batch_tokens": 128, "output_dir": tmp_path / "kept"}
+        kept = finetune.select(rows, "ifd", **options)
+        assert kept.column_names == rows.column_names
+        assert kept.to_list() == [ROWS[row["row"]] for row in table(whole) if row["kept"]]
+        manifest = json.loads((tmp_path / "kept" / "manifest.json").read_text())
+        again = finetune.select(rows, "ifd", **{**options, "fraction": 0.5})
+        assert len(again) == 2 * len(kept)
+        assert json.loads((tmp_path / "kept" / "manifest.json").read_text())["measured_now"] == 0
+        assert manifest["measured_now"] == len(ROWS)
+
+    def test_a_misspelt_rule_is_answered(self) -> None:
+        with pytest.raises(ConfigError) as caught:
+            finetune.select(datasets.Dataset.from_list(ROWS), "random", model="m", fractoin=0.1)
+        assert caught.value.near == "select.fraction"
 
 
 class TestGoingOn:

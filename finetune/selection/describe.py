@@ -11,9 +11,9 @@ from typing import Any
 from finetune import __version__
 from finetune.data_selection.engine.run import Work
 from finetune.report.figures import count_in_words, seconds_in_words, share_in_words
-from finetune.select.folder import SelectionFolder
-from finetune.select.plan import SelectionPlan
-from finetune.select.result import Selection
+from finetune.selection.folder import SelectionFolder
+from finetune.selection.plan import SelectionPlan
+from finetune.selection.result import Selection
 
 __all__ = ["describe_end", "describe_plan", "next_command"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from finetune.report.distribution import Histogram, write_distribution
 from finetune.report.selection import ShownRow, write_selection_page
-from finetune.select.describe import next_command
-from finetune.select.folder import SelectionFolder
-from finetune.select.result import Selection
+from finetune.selection.describe import next_command
+from finetune.selection.folder import SelectionFolder
+from finetune.selection.result import Selection
 
 __all__ = ["write_page"]
 
