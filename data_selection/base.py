@@ -83,6 +83,7 @@ class Scorer:
         needs_answers: Whether plain text without an answer cannot be scored.
         aggregation: Keys of the config that decide only how measurements become scores: they may change without
             measuring again.
+        unlisted: Names of evidence that is too bulky for the table of scores.
     """
 
     name: ClassVar[str] = ""
@@ -90,6 +91,7 @@ class Scorer:
     direction: ClassVar[Direction] = "highest"
     needs_answers: ClassVar[bool] = True
     aggregation: ClassVar[frozenset[str]] = frozenset()
+    unlisted: ClassVar[frozenset[str]] = frozenset()
     Config: ClassVar[type[ScorerConfig]] = ScorerConfig
 
     def __init__(self, config: ScorerConfig | None = None) -> None:

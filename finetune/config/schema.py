@@ -195,6 +195,12 @@ class SelectSection(Section):
         default="keep",
         description="Of rows that say the same, the one that ranks highest is kept; near: almost the same, by MinHash.",
     )
+    diversity: float | None = Field(
+        default=None,
+        ge=-1,
+        le=1,
+        description="Largest cosine between the vectors of two kept rows, by the recipe's model; null: whatever it is.",
+    )
     duplicate_threshold: float = Field(
         default=0.8, gt=0, le=1, description="Share of their five-word sequences that near duplicates have in common."
     )

@@ -14,7 +14,17 @@ from finetune.core.files import write_json, write_text
 
 __all__ = ["SelectionFolder"]
 
-_MADE = ("log", "selected", "plots", "scores.parquet", "dropped.jsonl", "manifest.json", "report.html", "select.yaml")
+_MADE = (
+    "log",
+    "vectors",
+    "selected",
+    "plots",
+    "scores.parquet",
+    "dropped.jsonl",
+    "manifest.json",
+    "report.html",
+    "select.yaml",
+)
 _LOCK = ".lock"
 
 
@@ -27,7 +37,8 @@ class SelectionFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.log, self.selected, self.plots = path / "log", path / "selected", path / "plots"
+        self.log, self.vectors = path / "log", path / "vectors"
+        self.selected, self.plots = path / "selected", path / "plots"
         self.scores, self.dropped = path / "scores.parquet", path / "dropped.jsonl"
         self.manifest, self.report, self.recipe = path / "manifest.json", path / "report.html", path / "select.yaml"
         self._identity = path / "scoring.json"

@@ -7,7 +7,7 @@ import json
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.core.files import hash_file, replaced_file, replaced_folder, write_json, write_text
 from finetune.data.subset import subset_name, write_subset
 from finetune.data_selection.base import Evidence, Score, Unscored
+from finetune.data_selection.choice.diversity import SimilarityFilter
 from finetune.data_selection.choice.duplicates import (
     DuplicateFilter,
     exact_clusters,
@@ -24,6 +25,7 @@ from finetune.data_selection.choice.duplicates import (
     normalized_text,
 )
 from finetune.data_selection.choice.rules import Candidate, Refuse, choose
+from finetune.data_selection.engine.embeddings import unpacked
 from finetune.environment import toolkit_version
 from finetune.selection.folder import SelectionFolder
 from finetune.selection.plan import SelectionPlan
@@ -77,8 +79,17 @@ class Selection:
         return [self.scores[position].value for position in (self.scores if positions is None else positions)]
 
 
-def select_rows(plan: SelectionPlan, measured: Sequence[Sequence[Evidence] | Unscored]) -> Selection:
+def select_rows(
+    plan: SelectionPlan,
+    measured: Sequence[Sequence[Evidence] | Unscored],
+    vectors: Sequence[Sequence[Evidence] | Unscored] | None = None,
+) -> Selection:
     """Turns measurements into scores, and scores into the rows that are kept.
+
+    Args:
+        plan: What was asked for.
+        measured: What the scorer measured on each row.
+        vectors: What :class:`Embeddings` measured; for rules that compare rows.
 
     Raises:
         DataError: No row is kept.
@@ -92,19 +103,33 @@ def select_rows(plan: SelectionPlan, measured: Sequence[Sequence[Evidence] | Uns
         Candidate(place, examples[place].key, score, examples[place].tokens, plan.source_of(examples[place]))
         for place, score in scores.items()
     ]
-    chosen, left_out = choose(candidates, plan.limits, direction=plan.direction, refuse=_refusal(plan))
+    chosen, left_out = choose(candidates, plan.limits, direction=plan.direction, refuse=_refusal(plan, vectors))
     return Selection(plan, measured, scores, chosen, left_out)
 
 
-def _refusal(plan: SelectionPlan) -> Refuse:
-    """Returns the rule that looks at the rows chosen before."""
+def _refusal(plan: SelectionPlan, vectors: Sequence[Sequence[Evidence] | Unscored] | None) -> Refuse:
+    """Returns the rules that look at the rows chosen before, as one."""
     section = plan.recipe.select
-    if section.duplicates == "keep":
-        return lambda position: ""
-    texts = [normalized_text(example) for example in plan.pool.examples]
+    texts = [normalized_text(example) for example in plan.pool.examples] if section.duplicates != "keep" else []
+    rules: list[Refuse] = []
     if section.duplicates == "exact":
-        return DuplicateFilter(exact_clusters(texts))
-    return DuplicateFilter(near_clusters(texts, section.duplicate_threshold))
+        rules.append(DuplicateFilter(exact_clusters(texts)))
+    elif section.duplicates == "near":
+        rules.append(DuplicateFilter(near_clusters(texts, section.duplicate_threshold)))
+    if section.diversity is not None and vectors is not None:
+        rules.append(SimilarityFilter(_matrix(vectors), section.diversity))
+    return lambda position: next((reason for rule in rules if (reason := rule(position))), "")
+
+
+def _matrix(vectors: Sequence[Sequence[Evidence] | Unscored]) -> NDArray[np.float32]:
+    """Returns the vectors as rows; a row without one is zero, like none."""
+    import numpy as np
+
+    known = {place: row[0]["vector"] for place, row in enumerate(vectors) if not isinstance(row, Unscored)}
+    found = unpacked(list(known.values()))
+    matrix = np.zeros((len(vectors), found.shape[1]), dtype=np.float32)
+    matrix[list(known)] = found
+    return matrix
 
 
 def write_selection(selection: Selection, folder: SelectionFolder, *, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,7 +176,7 @@ def _write_scores(selection: Selection, path: Path) -> None:
                 "rank": ranks.get(position),
                 "left_out": failed.reason if failed else selection.left_out.get(position, ""),
                 "detail": failed.detail if failed else "",
-                **_evidence_columns(selection.measured[position]),
+                **_evidence_columns(selection.measured[position], selection.plan.scorer.unlisted),
             }
         )
     names = dict.fromkeys(name for row in rows for name in row)
@@ -160,7 +185,7 @@ def _write_scores(selection: Selection, path: Path) -> None:
         pyarrow.parquet.write_table(table, beside)
 
 
-def _evidence_columns(measured: Sequence[Evidence] | Unscored) -> dict[str, Any]:
+def _evidence_columns(measured: Sequence[Evidence] | Unscored, unlisted: Container[str]) -> dict[str, Any]:
     """Returns what was measured; a second model's columns end in ``_2``."""
     if isinstance(measured, Unscored):
         return {}
@@ -168,6 +193,7 @@ def _evidence_columns(measured: Sequence[Evidence] | Unscored) -> dict[str, Any]
         name if number == 1 else f"{name}_{number}": value
         for number, evidence in enumerate(measured, 1)
         for name, value in evidence.items()
+        if name not in unlisted
     }
 
 

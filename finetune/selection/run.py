@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import warnings
@@ -15,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import FinetuneWarning
 from finetune.core.fingerprint import base_fingerprint
-from finetune.data_selection.base import Unscored
+from finetune.data_selection.base import Scorer, Unscored
 from finetune.data_selection.engine.failures import FAILURES
 from finetune.data_selection.engine.log import ScoreLog
 from finetune.data_selection.engine.processes import Processes
 from finetune.data_selection.engine.rater import Rater
 from finetune.data_selection.engine.run import Work, collect, measure_pool, plan_work
-from finetune.models import load_model, load_tokenizer
+from finetune.data_selection.scorers.k_center import Embeddings
 from finetune.models.dtype import resolve_device
 from finetune.models.load import resolve_dtype
 from finetune.selection.describe import describe_end, describe_plan
@@ -29,10 +28,10 @@ from finetune.selection.folder import SelectionFolder
 from finetune.selection.page import write_page
 from finetune.selection.plan import SelectionPlan, make_plan
 from finetune.selection.progress import ScoringProgress
+from finetune.selection.raters import load_rater
 from finetune.selection.result import Selection, select_rows, write_selection
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
 
     from finetune.config.load import LoadedRecipe
@@ -92,7 +91,7 @@ def select(
     folder.check(resume=resume or processes.rank > 0, overwrite=overwrite)
     plan = make_plan(loaded)
     if dry_run:
-        _say(console, describe_plan(plan, _work(plan, folder), processes=processes.count))
+        _say(console, describe_plan(plan, _passes(plan, folder)[0].work, processes=processes.count))
         return SelectionResult(folder.path, "planned")
     with folder.alone() if processes.rank == 0 else nullcontext():
         return _select(loaded, plan, folder, processes, resume=resume, console=console)
@@ -110,28 +109,43 @@ def _select(
     if processes.rank == 0:
         folder.begin(_identity(plan), loaded.resolved_yaml(), resume=resume)
     processes.wait()
-    work = _work(plan, folder)
-    _say(console, describe_plan(plan, work, processes=processes.count))
+    passes = _passes(plan, folder)
+    _say(console, describe_plan(plan, passes[0].work, processes=processes.count))
     processes.wait()  # all have read what is done before anyone adds to it
-    progress = ScoringProgress(console, work.rows_left() // processes.count, work.tokens_left() // processes.count)
+    rows, tokens = (sum(count(one.work) for one in passes) for count in (Work.rows_left, Work.tokens_left))
+    progress = ScoringProgress(console, rows // processes.count, tokens // processes.count)
     try:
         with _signals_interrupt(), progress:
-            _measure(plan, folder, work, processes, progress)
+            for one in passes:
+                _measure(one, plan, folder, processes, progress)
     except KeyboardInterrupt:
         _say(console, f"stopped  {progress.done:,} more rows are scored\ngo on    {_resume_command(folder)}")
         return SelectionResult(folder.path, "interrupted", INTERRUPTED)
     processes.wait()
     if processes.rank > 0:
         return SelectionResult(folder.path, "joined")
-    selection = select_rows(plan, collect(ScoreLog(folder.log), work))
+    measured, *vectors = (collect(ScoreLog(one.log), one.work) for one in passes)
+    selection = select_rows(plan, measured, *vectors)
     return _finish(selection, folder, progress, console)
 
 
-def _work(plan: SelectionPlan, folder: SelectionFolder) -> Work:
-    recipe = plan.recipe
-    log = ScoreLog(folder.log)
-    tokens, model = _batch_tokens(plan), recipe.model.name_or_path
-    return plan_work(plan.scorer, plan.pool.examples, log, model=model, batch_tokens=tokens)
+@dataclass(frozen=True)
+class _Pass:
+    """Something that is measured on every row: what the scorer needs, or what rules that compare rows need."""
+
+    scorer: Scorer
+    log: Path
+    work: Work
+
+
+def _passes(plan: SelectionPlan, folder: SelectionFolder) -> list[_Pass]:
+    measured: list[tuple[Scorer, Path]] = [(plan.scorer, folder.log)]
+    measured += [(Embeddings(), folder.vectors)] if plan.recipe.select.diversity is not None else []
+    model, tokens = plan.recipe.model.name_or_path, _batch_tokens(plan)
+    return [
+        _Pass(scorer, log, plan_work(scorer, plan.pool.examples, ScoreLog(log), model=model, batch_tokens=tokens))
+        for scorer, log in measured
+    ]
 
 
 def _batch_tokens(plan: SelectionPlan) -> int:
@@ -154,45 +168,16 @@ def _identity(plan: SelectionPlan) -> dict[str, Any]:
 
 
 def _measure(
-    plan: SelectionPlan, folder: SelectionFolder, work: Work, processes: Processes, progress: ScoringProgress
+    one: _Pass, plan: SelectionPlan, folder: SelectionFolder, processes: Processes, progress: ScoringProgress
 ) -> None:
     def load(name: str) -> Rater:
-        rater = _load_rater(plan, name)
+        rater = load_rater(plan.recipe, name)
         if processes.rank == 0:
             folder.recognise(name, base_fingerprint(rater.model))
         return rater
 
-    log = ScoreLog(folder.log, processes.rank)
-    measure_pool(plan.scorer, plan.pool.examples, work, log, load=load, processes=processes, progress=progress)
-
-
-def _load_rater(plan: SelectionPlan, name: str) -> Rater:
-    """Loads a model; what the recipe says of revision and template holds for its own model only."""
-    section = plan.recipe.model
-    own = name == section.name_or_path
-    model = load_model(
-        name,
-        dtype=section.dtype,
-        attn_implementation="sdpa" if section.attn_implementation == "auto" else section.attn_implementation,
-        device=str(_device(section.device)),
-        revision=section.revision if own else None,
-        trust_remote_code=section.trust_remote_code,
-    )
-    template = plan.recipe.data.chat_template if own else None
-    revision = section.revision if own else None
-    tokenizer = load_tokenizer(
-        name, revision=revision, trust_remote_code=section.trust_remote_code, chat_template=template
-    )
-    return Rater(model, tokenizer, name)
-
-
-def _device(name: str) -> torch.device:
-    """Returns the device of this process: of several on one machine each has an accelerator of its own."""
-    import torch
-
-    device = resolve_device(name)
-    local = os.environ.get("LOCAL_RANK")
-    return device if local is None or device.type != "cuda" else torch.device("cuda", int(local))
+    log = ScoreLog(one.log, processes.rank)
+    measure_pool(one.scorer, plan.pool.examples, one.work, log, load=load, processes=processes, progress=progress)
 
 
 def _finish(

@@ -120,6 +120,26 @@ class TestWhatItLeaves:
         assert [subset.name for subset in subsets] == ["1-rows.jsonl", "2-rows.jsonl"]
         assert [len(subset.read_text().splitlines()) for subset in subsets] == [5, 5]
 
+    def test_duplicates_and_rows_too_alike_are_left_out(self, workshop: Path, tmp_path: Path) -> None:
+        rows = [*ROWS[:6], ROWS[0], {**ROWS[1], "output": f"  {ROWS[1]['output'].upper()}"}]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rules = ["select.scorer=length", "select.fraction=1.0", "select.duplicates=exact", "select.diversity=0.999999"]
+        rules.append(f"data.train={tmp_path / 'rows.jsonl'}")
+        run(workshop, tmp_path / "out", *rules)
+        reasons = Counter(row["left_out"] for row in table(tmp_path / "out") if not row["kept"])
+        assert reasons == {"the same as a row that ranks higher": 2}
+        run(
+            workshop,
+            tmp_path / "out",
+            f"data.train={tmp_path / 'rows.jsonl'}",
+            *rules[:3],
+            "select.diversity=0.1",
+            resume=True,
+        )
+        assert (
+            Counter(row["left_out"] for row in table(tmp_path / "out"))["too similar to a row that ranks higher"] >= 1
+        )
+
     def test_a_column_may_say_where_a_row_is_from(self, workshop: Path, tmp_path: Path) -> None:
         run(workshop, tmp_path, "select.scorer=length", "select.per_source=equal", "select.source_column=topic")
         kept = [ROWS[row["row"]]["topic"] for row in table(tmp_path) if row["kept"]]
