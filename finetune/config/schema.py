@@ -120,6 +120,9 @@ class DataSection(Section):
     max_dropped: float = Field(
         default=0.1, ge=0, le=1, description="Largest share of the examples that may be dropped, in [0, 1]."
     )
+    selection: bool = Field(
+        default=False, description="Whether training uses only the rows that the select section keeps of data.train."
+    )
     group_by_length: bool = Field(default=True, description="Whether batches hold examples of similar length.")
     cache: bool = Field(default=True, description="Whether prepared data are kept for the next run.")
 

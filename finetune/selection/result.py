@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from finetune.data.records import DataSource
     from finetune.data_selection.pool import Example
 
-__all__ = ["Selection", "select_rows", "write_selection"]
+__all__ = ["Selection", "select_rows", "subset_names", "write_selection"]
 
 _PACKAGES = ("torch", "transformers", "datasets", "tokenizers")
 
@@ -200,20 +201,24 @@ def _evidence_columns(measured: Sequence[Evidence] | Unscored, unlisted: Contain
 def _write_subsets(selection: Selection, target: Path) -> list[Path]:
     """Writes one subset per source, its rows in their order in the source."""
     sources = selection.plan.recipe.data.train
-    names = [subset_name(source) for source in sources]
-    twice = len(set(names)) < len(names)
     numbers: dict[str, list[int]] = {source.path: [] for source in sources}
     for position in sorted(selection.chosen):
         row = selection.examples[position].conversation
         numbers[row.source].append(row.number)
     written = []
     with replaced_folder(target) as beside:
-        for place, (source, name) in enumerate(zip(sources, names, strict=True), 1):
+        for source, name in zip(sources, subset_names(sources), strict=True):
             if numbers[source.path]:
-                name = f"{place}-{name}" if twice else name
                 write_subset(source, numbers[source.path], beside / name)
                 written.append(target / name)
     return written
+
+
+def subset_names(sources: Sequence[DataSource]) -> list[str]:
+    """Returns what the subset of each source is called, told apart by a number where two would be called the same."""
+    names = [subset_name(source) for source in sources]
+    twice = len(set(names)) < len(names)
+    return [f"{place}-{name}" if twice else name for place, name in enumerate(names, 1)]
 
 
 def _manifest(selection: Selection) -> dict[str, Any]:

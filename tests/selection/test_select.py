@@ -168,6 +168,32 @@ class TestFromPython:
         assert caught.value.near == "select.fraction"
 
 
+class TestForTraining:
+    RECIPE = ("data.selection=true", "method=lora", "train.max_steps=2", "train.per_device_train_batch_size=2")
+
+    def test_a_run_trains_on_the_rows_that_are_kept(self, workshop: Path, whole: Path, tmp_path: Path) -> None:
+        from finetune.training.run import train
+
+        loaded = load_recipe([str(workshop / "recipe.yaml")], [f"output_dir={tmp_path / 'run'}", *self.RECIPE])
+        record = train(loaded).record
+        assert record["data"]["examples"] == len(ROWS) // 4
+        subset = tmp_path / "run-selection" / "selected" / "rows.jsonl"
+        assert subset.read_bytes() == (whole / "selected" / "rows.jsonl").read_bytes()
+        resumable = load_recipe([str(tmp_path / "run")])
+        assert not resumable.recipe.data.selection
+        assert resumable.recipe.data.train[0].path == str(subset)
+
+    @pytest.mark.multi_process
+    def test_two_processes_select_and_train_together(self, workshop: Path, tmp_path: Path) -> None:
+        arguments = ["train", str(workshop / "recipe.yaml"), f"output_dir={tmp_path / 'run'}", *self.RECIPE]
+        command = [sys.executable, "-m", "finetune", *arguments, "--nproc", "2"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        record = json.loads((tmp_path / "run" / "run.json").read_text())
+        assert (record["world_size"], record["data"]["examples"]) == (2, len(ROWS) // 4)
+
+
 class TestGoingOn:
     def test_killed_and_gone_on_with_it_scores_nothing_twice_and_everything_the_same(
         self, workshop: Path, whole: Path, tmp_path: Path
