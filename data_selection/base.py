@@ -6,7 +6,8 @@ must answer in half a second: torch and transformers are imported inside the fun
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
@@ -20,14 +21,28 @@ if TYPE_CHECKING:
     from finetune.data_selection.engine.rater import Rater
     from finetune.data_selection.pool import Example
 
+__all__ = [
+    "FILE",
+    "Direction",
+    "Evidence",
+    "Load",
+    "Measured",
+    "Measurer",
+    "Score",
+    "Scorer",
+    "ScorerConfig",
+    "Unscored",
+]
+
 FILE: dict[str, Any] = {"format": "path"}
 """Of a config's field that names a file (``json_schema_extra=FILE``): a selection's copy of the recipe names it by its
 absolute path."""
-
-__all__ = ["FILE", "Direction", "Evidence", "Measured", "Score", "Scorer", "ScorerConfig", "Unscored"]
-
 Evidence: TypeAlias = Mapping[str, Any]
 """What was measured on one row: plain JSON values, so that it is stored as it is and read back exactly."""
+Load: TypeAlias = "Callable[[str], Rater]"
+"""Loads a model by its name."""
+Measurer: TypeAlias = "Callable[[Sequence[Example]], list[Measured]]"
+"""Measures the rows of a batch, in order."""
 Direction = Literal["highest", "lowest", "middle"]
 """Which end of the scores is kept."""
 
@@ -81,7 +96,7 @@ class Scorer:
         paper: Citation with an identifier, or an empty string.
         direction: Which end of the scores is kept by default.
         needs_answers: Whether plain text without an answer cannot be scored.
-        aggregation: Keys of the config that decide only how measurements become scores: they may change without
+        unmeasured: Keys of the config that measurements do not depend on: they may change without
             measuring again.
         unlisted: Names of evidence that is too bulky for the table of scores.
     """
@@ -90,7 +105,7 @@ class Scorer:
     paper: ClassVar[str] = ""
     direction: ClassVar[Direction] = "highest"
     needs_answers: ClassVar[bool] = True
-    aggregation: ClassVar[frozenset[str]] = frozenset()
+    unmeasured: ClassVar[frozenset[str]] = frozenset()
     unlisted: ClassVar[frozenset[str]] = frozenset()
     Config: ClassVar[type[ScorerConfig]] = ScorerConfig
 
@@ -127,6 +142,12 @@ class Scorer:
             ConfigError: The model cannot be used for this.
         """
 
+    def measurer(self, name: str, load: Load, pool: Sequence[Example]) -> Measurer:
+        """Returns what measures batches with the model called ``name``; scorers that load none override it."""
+        rater = load(name)
+        self.begin(rater, pool)
+        return functools.partial(self.measure, rater)
+
     def measure(self, rater: Rater, batch: Sequence[Example]) -> list[Measured]:
         """Returns what ``rater`` says of each row of a batch, in order; a function of each row alone."""
         raise NotImplementedError(f"scorer {self.name!r} measures nothing")
@@ -146,7 +167,7 @@ class Scorer:
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns what decides the measurements besides models and rows; a change of it makes old ones useless."""
-        return {"name": self.name, **self.config.model_dump(mode="json", exclude=set(self.aggregation))}
+        return {"name": self.name, **self.config.model_dump(mode="json", exclude=set(self.unmeasured))}
 
     def about(self) -> dict[str, Any]:
         """Returns what the manifest says of the scorer besides its name and config."""

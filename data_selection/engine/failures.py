@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from finetune.core.errors import FinetuneError
 from finetune.data_selection.base import Measured, Unscored
 from finetune.data_selection.pool import Example
 
-__all__ = ["FAILURES", "Isolated", "UnscorableError"]
+__all__ = ["FAILURES", "NO_ANSWER", "Isolated", "UnscorableError"]
 
+NO_ANSWER = "the endpoint did not answer"
 _FAILED, _NO_MEMORY = "measuring failed", "not enough memory for the row"
-FAILURES = frozenset({_FAILED, _NO_MEMORY})
+FAILURES = frozenset({NO_ANSWER, _FAILED, _NO_MEMORY})
 """Reasons that speak against the program or the machine, not against the row."""
 
 
@@ -43,6 +45,7 @@ class Isolated:
         """Returns what was measured on each row, in order.
 
         Raises:
+            FinetuneError: Something has to be put right by the user.
             Exception: What the first rows failed by, where nothing has been measured yet: that is no fault of theirs.
         """
         size = -(-len(batch) // self._parts)
@@ -53,6 +56,8 @@ class Isolated:
 
         try:
             measured = self._measure(batch)
+        except FinetuneError:
+            raise  # what the user has to put right is no fault of a row
         except UnscorableError as error:
             if len(batch) == 1:
                 return [Unscored(error.reason, error.detail)]

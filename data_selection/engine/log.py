@@ -33,7 +33,7 @@ class ScoreLog:
         self._is_whole = False
 
     def read(self) -> Batches:
-        """Returns every batch that was appended by any process."""
+        """Returns every batch that was appended by any process; of one that was measured again, the last."""
         found: Batches = {}
         for file in sorted(self._folder.glob("*.jsonl")):
             for line in _whole_lines(file.read_bytes()).splitlines():

@@ -6,12 +6,11 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from finetune.data_selection.base import Evidence, Measured, Scorer, Unscored
+from finetune.data_selection.base import Evidence, Load, Measured, Scorer, Unscored
 from finetune.data_selection.engine.batches import plan_batches
-from finetune.data_selection.engine.failures import Isolated
+from finetune.data_selection.engine.failures import FAILURES, Isolated
 from finetune.data_selection.engine.log import ScoreLog
 from finetune.data_selection.engine.processes import Processes
-from finetune.data_selection.engine.rater import Rater
 from finetune.data_selection.pool import Example
 
 __all__ = ["Progress", "Work", "collect", "measure_pool", "plan_work"]
@@ -52,7 +51,7 @@ class Work:
 
 
 def plan_work(scorer: Scorer, pool: Sequence[Example], log: ScoreLog, *, model: str, batch_tokens: int) -> Work:
-    """Returns what is to be measured, given what the log holds.
+    """Returns what is to be measured, given what the log holds; batches in which a row failed are tried again.
 
     Args:
         scorer: What measures.
@@ -62,7 +61,12 @@ def plan_work(scorer: Scorer, pool: Sequence[Example], log: ScoreLog, *, model: 
         batch_tokens: Rows times tokens of the longest one of a batch, at most.
     """
     lengths = [example.tokens for example in pool]
-    return Work(scorer.models(model), plan_batches(lengths, batch_tokens), frozenset(log.read()), lengths)
+    done = {
+        batch
+        for batch, rows in log.read().items()
+        if not any(isinstance(row, Unscored) and row.reason in FAILURES for row in rows.values())
+    }
+    return Work(scorer.models(model), plan_batches(lengths, batch_tokens), frozenset(done), lengths)
 
 
 def measure_pool(
@@ -71,7 +75,7 @@ def measure_pool(
     work: Work,
     log: ScoreLog,
     *,
-    load: Callable[[str], Rater],
+    load: Load,
     processes: Processes | None = None,
     progress: Progress = lambda rows, tokens: None,
 ) -> None:
@@ -91,16 +95,14 @@ def measure_pool(
         mine = processes.share([batch for model, batch in work.left if model == number])
         if not mine:
             continue
-        rater = load(name)
-        scorer.begin(rater, pool)
-        measure = Isolated(lambda rows, rater=rater: scorer.measure(rater, rows))  # type: ignore[misc]
+        measure = Isolated(scorer.measurer(name, load, pool))
         for batch in mine:
             positions = work.batches[batch]
             measured = measure([pool[position] for position in positions])
             log.append(number, batch, dict(zip(positions, measured, strict=True)))
             progress(len(positions), sum(work.lengths[position] for position in positions))
         # Two raters rarely fit at a time.
-        del rater, measure
+        del measure
         gc.collect()
 
 

@@ -49,7 +49,7 @@ class Ifd(Scorer):
 
     paper: ClassVar[str] = "arXiv 2308.12032"
     Config: ClassVar[type[ScorerConfig]] = IfdConfig
-    aggregation: ClassVar[frozenset[str]] = frozenset({"metric", "misaligned"})
+    unmeasured: ClassVar[frozenset[str]] = frozenset({"metric", "misaligned"})
     config: IfdConfig
 
     def measure(self, rater: Rater, batch: Sequence[Example]) -> list[Measured]:

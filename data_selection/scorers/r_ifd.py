@@ -36,7 +36,7 @@ class ReversedIfd(Scorer):
     paper: ClassVar[str] = "arXiv 2402.10110"
     direction: ClassVar[Direction] = "lowest"
     Config: ClassVar[type[ScorerConfig]] = IfdConfig
-    aggregation: ClassVar[frozenset[str]] = frozenset({"metric", "misaligned"})
+    unmeasured: ClassVar[frozenset[str]] = frozenset({"metric", "misaligned"})
     config: IfdConfig
 
     def measure(self, rater: Rater, batch: Sequence[Example]) -> list[Measured]:

@@ -83,7 +83,7 @@ class SelectIt(Scorer):
 
     paper: ClassVar[str] = "arXiv 2402.16705"
     Config: ClassVar[type[ScorerConfig]] = SelectItConfig
-    aggregation: ClassVar[frozenset[str]] = frozenset({"alpha", "normalization", "weights"})
+    unmeasured: ClassVar[frozenset[str]] = frozenset({"alpha", "normalization", "weights"})
     config: SelectItConfig
 
     def models(self, default: str) -> list[str]:
