@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from finetune.cli.options import AsJson, Overwrite
-from finetune.cli.output import print_json
+from finetune.cli.output import print_json, print_table
 from finetune.cli.recipe_arguments import RecipeArguments, load_from_arguments
 from finetune.cli.settings import Settings
+
+if TYPE_CHECKING:
+    from finetune.config.load import LoadedRecipe
 
 EXAMPLES = """
 finetune select my.yaml select.scorer=ifd select.fraction=0.2
 finetune select my.yaml select.fraction=0.1 --resume
+finetune select my.yaml --compare output_dir=comparisons/mine
 """
 
 
@@ -27,6 +31,9 @@ def select(
         bool, typer.Option("--resume", help="Go on with the selection in output_dir; no row is scored twice.")
     ] = False,
     overwrite: Overwrite = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Train on what select.scorer and select.compare keep, and on all rows.")
+    ] = False,
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="Processes; what follows -- goes to torchrun.")] = 1,
     as_json: AsJson = False,
 ) -> int:
@@ -38,6 +45,9 @@ def select(
     if nproc > 1:
         return launch(nproc, settings)
 
+    if compare:
+        return _compare(loaded, settings, resume=resume, overwrite=overwrite, as_json=as_json)
+
     from finetune.selection.run import select as run
 
     result = run(loaded, dry_run=dry_run, resume=resume, overwrite=overwrite, console=settings.console())
@@ -45,3 +55,31 @@ def select(
         print_json({"status": result.status, "folder": str(result.folder), **result.manifest})
     leave_processes()
     return result.exit_code
+
+
+def _compare(loaded: LoadedRecipe, settings: Settings, *, resume: bool, overwrite: bool, as_json: bool) -> int:
+    from finetune.selection.compare import compare
+
+    found = compare(loaded, resume=resume, overwrite=overwrite, console=settings.console())
+    if as_json:
+        print_json({"ended": found.ended, "entries": found.rows})
+        return found.exit_code
+    metrics = list(dict.fromkeys((one["task"], one["metric"]) for row in found.rows for one in row["results"]))
+    headers = ["trained on", "rows", "tokens", "steps", *(f"{task} {metric}" for task, metric in metrics)]
+    print_table([_cells(row, metrics) for row in found.rows], headers)
+    print(f"compared {found.ended}, in {found.folder}")
+    if found.ended != "complete":
+        print(f"go on    finetune select {found.folder / 'compare.yaml'} --compare --resume")
+    return found.exit_code
+
+
+def _cells(row: dict[str, Any], metrics: list[tuple[str, str]]) -> list[str]:
+    from finetune.report.figures import metric_in_words
+
+    by_metric = {(one["task"], one["metric"]): one for one in row["results"]}
+    values = [
+        f"{metric_in_words(one['metric'], one['value'])} ({metric_in_words(one['metric'], one['low'])} to "
+        f"{metric_in_words(one['metric'], one['high'])})"
+        for one in (by_metric[metric] for metric in metrics)
+    ]
+    return [row["name"], *(f"{row[key]:,}" if row[key] else "" for key in ("rows", "tokens", "steps")), *values]

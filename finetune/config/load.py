@@ -206,8 +206,8 @@ def _absolute_paths(data: dict[str, Any], configs: Sequence[BaseModel], scorer: 
     entries = [*zip(methods, configs, strict=True), (data["select"]["scorer"], scorer)]
     for entry, config in entries:
         for key in file_fields(config):
-            files = entry[key]
-            entry[key] = [_absolute(file) for file in files] if isinstance(files, list) else files and _absolute(files)
+            if files := entry.get(key):
+                entry[key] = [_absolute(file) for file in files] if isinstance(files, list) else _absolute(files)
     for section, key in (("eval", "tasks"), ("search", "speciality"), ("search", "versatility")):
         data[section][key] = [_absolute_task(task) if isinstance(task, str) else task for task in data[section][key]]
     return data

@@ -177,6 +177,9 @@ class SelectSection(Section):
         BeforeValidator(name_scorer, json_schema_input_type=str | dict[str, Any]),
         Field(description="What scores the rows: a name (`finetune ls selectors`), or {name, and its own keys}."),
     ] = {"name": "ifd"}
+    compare: list[str | dict[str, Any]] = Field(
+        default=["random", "length"], description="Scorers that `finetune select --compare` sets beside the scorer."
+    )
     keep: Literal["auto", "highest", "lowest", "middle"] = Field(
         default="auto", description="Which end of the scores is kept; auto: what the scorer is meant for."
     )
