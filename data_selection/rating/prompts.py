@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from finetune.core.errors import ConfigError
+from finetune.core.errors import ConfigError, nearest
 from finetune.data.records import Message
 from finetune.data.render import prompt_text
 from finetune.data_selection.pool import Exchange
@@ -42,6 +42,14 @@ def read_prompts(file: str | None, count: int, scale: int) -> list[str]:
     """
     if file is None:
         prompts: Sequence[str] = RATING_PROMPTS
+    elif not Path(file).is_file():
+        siblings = [sibling.name for sibling in Path(file).parent.glob("*")]
+        raise ConfigError(
+            "the file with rating prompts does not exist",
+            where="select.scorer.rating_prompts",
+            got=file,
+            near=nearest(Path(file).name, siblings),
+        )
     else:
         prompts = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
     if len(prompts) < count:

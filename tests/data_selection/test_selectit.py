@@ -133,6 +133,9 @@ class TestPrompts:
         with pytest.raises(ConfigError) as caught:
             read_prompts(str(tmp_path / "prompts.txt"), 3, 5)
         assert caught.value.want == "at most 2"
+        with pytest.raises(ConfigError) as caught:
+            read_prompts(str(tmp_path / "prompt.txt"), 1, 5)
+        assert caught.value.near == "prompts.txt"
 
     def test_the_published_form(self) -> None:
         form = RatingForm("official", chat=False, cue="The answer is: \n", assistant_prefix="")

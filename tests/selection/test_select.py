@@ -217,6 +217,19 @@ class TestGoingOn:
         assert log.read_bytes() == (whole / "log" / "0.jsonl").read_bytes()
         assert table(folder) == table(whole)
 
+    def test_a_signal_ends_it_with_the_command_to_go_on(self, workshop: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "out"
+        command = [sys.executable, "-m", "finetune", "select", str(workshop / "recipe.yaml"), f"output_dir={folder}"]
+        with subprocess.Popen([*command, "select.batch_tokens=1"], stderr=subprocess.PIPE, text=True) as process:
+            deadline = time.monotonic() + 60
+            while process.poll() is None and not list(folder.glob("log/*.jsonl")):
+                assert time.monotonic() < deadline
+            process.send_signal(signal.SIGTERM)
+            said = process.communicate()[1]
+        assert process.returncode == 130, said
+        assert f"finetune select {folder / 'select.yaml'} --resume" in said
+        assert run(workshop, folder, "select.batch_tokens=1", resume=True).exit_code == 0
+
     def test_other_limits_choose_anew_without_a_model(self, workshop: Path, tmp_path: Path) -> None:
         run(workshop, tmp_path)
         again = run(workshop, tmp_path, "select.fraction=0.5", "select.scorer={name: ifd, metric: loss}", resume=True)
