@@ -142,8 +142,15 @@ class Scorer:
             ConfigError: The model cannot be used for this.
         """
 
-    def measurer(self, name: str, load: Load, pool: Sequence[Example]) -> Measurer:
-        """Returns what measures batches with the model called ``name``; scorers that load none override it."""
+    def measurer(self, number: int, name: str, load: Load, pool: Sequence[Example]) -> Measurer:
+        """Returns what measures batches with one of the models; scorers that ask each something else override it.
+
+        Args:
+            number: Which of :meth:`models`.
+            name: What it is called.
+            load: Loads it.
+            pool: All rows.
+        """
         rater = load(name)
         self.begin(rater, pool)
         return functools.partial(self.measure, rater)

@@ -95,7 +95,7 @@ def measure_pool(
         mine = processes.share([batch for model, batch in work.left if model == number])
         if not mine:
             continue
-        measure = Isolated(scorer.measurer(name, load, pool))
+        measure = Isolated(scorer.measurer(number, name, load, pool))
         for batch in mine:
             positions = work.batches[batch]
             measured = measure([pool[position] for position in positions])

@@ -1,6 +1,7 @@
-"""SelectIT's arithmetic: from probabilities of ratings to one score (arXiv 2402.16705, section 3).
+"""From probabilities of ratings to one score: SelectIT's arithmetic (arXiv 2402.16705, section 3), and DEITA's.
 
-The levels are nested: a model's score is made of its prompts' scores, a prompt's score of its ratings' probabilities.
+SelectIT's levels are nested: a model's score is made of its prompts' scores, a prompt's score of its ratings'
+probabilities.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
-__all__ = ["Normalization", "model_level", "rating_shares", "sentence_level", "token_level"]
+__all__ = ["Normalization", "expected_rating", "model_level", "rating_shares", "sentence_level", "token_level"]
 
 Normalization = Literal["paper", "official"]
 """``official`` takes a second softmax over the shares, as the published code does; the score is then below 1.28."""
@@ -21,6 +22,11 @@ def rating_shares(log_probabilities: Sequence[float]) -> list[float]:
     highest = max(log_probabilities)
     weights = [math.exp(log_p - highest) for log_p in log_probabilities]
     return [weight / sum(weights) for weight in weights]
+
+
+def expected_rating(log_probabilities: Sequence[float]) -> float:
+    """Returns the mean of the ratings 1..K, each weighted by its share (DEITA, arXiv 2312.15685, section 3.1)."""
+    return sum(rating * share for rating, share in enumerate(rating_shares(log_probabilities), 1))
 
 
 def token_level(shares: Sequence[float], normalization: Normalization = "paper") -> float:

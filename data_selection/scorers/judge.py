@@ -97,11 +97,11 @@ class Judge(Scorer):
         if endpoint is not None and self.config.model is None:
             raise ConfigError("the endpoint serves models by name, and none is named", where="select.scorer.model")
 
-    def measurer(self, name: str, load: Load, pool: Sequence[Example]) -> Measurer:
+    def measurer(self, number: int, name: str, load: Load, pool: Sequence[Example]) -> Measurer:
         """Returns what asks the judge: a model that is loaded, or the endpoint."""
         config = self.config
         if config.endpoint is None or config.model is None:
-            return super().measurer(name, load, pool)
+            return super().measurer(number, name, load, pool)
         from finetune.data_selection.chat.endpoint import Endpoint
 
         endpoint = Endpoint(

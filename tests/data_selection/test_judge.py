@@ -121,7 +121,7 @@ class TestJudge:
     def test_the_first_line_is_a_number_or_there_is_no_score(self, text: str, rating: float | None) -> None:
         with chat_server(lambda content: completion(text)) as (url, _):
             scorer = build_scorer({"name": "judge", "endpoint": url, "model": "m"})
-            (found,) = scorer.measurer("m", lambda name: pytest.fail("loads nothing"), ())(
+            (found,) = scorer.measurer(0, "m", lambda name: pytest.fail("loads nothing"), ())(
                 examples(tiny_tokenizer())[:1]
             )
         if rating is None:
@@ -141,14 +141,14 @@ class TestJudge:
         with chat_server(lambda content: (401, {}, b"")) as (url, requests):
             scorer = build_scorer({"name": "judge", "endpoint": url, "model": "m", "parallel": 1})
             with pytest.raises(ConfigError, match="key"):
-                Isolated(scorer.measurer("m", lambda name: pytest.fail("loads nothing"), pool))(pool)
+                Isolated(scorer.measurer(0, "m", lambda name: pytest.fail("loads nothing"), pool))(pool)
         assert len(requests) <= len(pool)
 
     def test_a_model_on_this_machine_writes_what_it_writes_alone(self) -> None:
         rater = Rater(tiny_llama(), tiny_tokenizer())
         scorer: Any = build_scorer({"name": "judge", "max_new_tokens": 4})
         pool = examples(rater.tokenizer)[:3]
-        measured = scorer.measurer("m", lambda name: rater, pool)(pool)
+        measured = scorer.measurer(0, "m", lambda name: rater, pool)(pool)
         from finetune.data.render import render_prompt
 
         for example, found in zip(pool, measured, strict=True):
