@@ -33,13 +33,15 @@ class ScoreLog:
         self._is_whole = False
 
     def read(self) -> Batches:
-        """Returns every batch that was appended by any process; of one that was measured again, the last."""
+        """Returns every batch that was appended by any process; of one that was measured again, the better attempt."""
         found: Batches = {}
         for file in sorted(self._folder.glob("*.jsonl")):
             for line in _whole_lines(file.read_bytes()).splitlines():
                 entry = json.loads(line)
                 rows = {int(position): _measured(row) for position, row in entry["rows"].items()}
-                found[entry["model"], entry["batch"]] = rows
+                key = entry["model"], entry["batch"]
+                if key not in found or _failed(rows) <= _failed(found[key]):
+                    found[key] = rows
         return found
 
     def append(self, model: int, batch: int, rows: Mapping[int, Measured]) -> None:
@@ -62,6 +64,10 @@ class ScoreLog:
         if self._file.exists():
             os.truncate(self._file, len(_whole_lines(self._file.read_bytes())))
         self._is_whole = True
+
+
+def _failed(rows: Mapping[int, Measured]) -> int:
+    return sum(isinstance(row, Unscored) for row in rows.values())
 
 
 def _whole_lines(content: bytes) -> bytes:

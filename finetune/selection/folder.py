@@ -103,6 +103,10 @@ class SelectionFolder:
             )
         write_json(self._identity, known)
 
+    def dtype(self) -> str | None:
+        """Returns the dtype that rows were scored in; None where none was."""
+        return str(self._read()["dtype"]) if self._identity.is_file() else None
+
     def fingerprints(self) -> dict[str, str]:
         """Returns the models that measured, with their fingerprints."""
         return dict(self._read()["models"])

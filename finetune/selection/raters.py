@@ -17,13 +17,19 @@ if TYPE_CHECKING:
 __all__ = ["load_rater"]
 
 
-def load_rater(recipe: Recipe, name: str) -> Rater:
-    """Loads a model; what the recipe says of revision and template holds for its own model only."""
+def load_rater(recipe: Recipe, name: str, dtype: str) -> Rater:
+    """Loads a model; what the recipe says of revision and template holds for its own model only.
+
+    Args:
+        recipe: The recipe.
+        name: As ``model.name_or_path``.
+        dtype: Of the weights.
+    """
     section = recipe.model
     own = name == section.name_or_path
     model = load_model(
         name,
-        dtype=section.dtype,
+        dtype=dtype,
         attn_implementation="sdpa" if section.attn_implementation == "auto" else section.attn_implementation,
         device=str(_device(section.device)),
         revision=section.revision if own else None,

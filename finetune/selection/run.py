@@ -107,7 +107,9 @@ def _select(
     console: Console | None,
 ) -> SelectionResult:
     if processes.rank == 0:
-        folder.begin(_identity(plan), loaded.resolved_yaml(), resume=resume)
+        # What "auto" comes to is measured, so it may differ from run to run: the first one decides.
+        recorded = folder.dtype() if resume and plan.recipe.model.dtype == "auto" else None
+        folder.begin(_identity(plan, recorded), loaded.resolved_yaml(), resume=resume)
     processes.wait()
     passes = _passes(plan, folder)
     _say(console, describe_plan(plan, passes[0].work, processes=processes.count))
@@ -153,15 +155,15 @@ def _batch_tokens(plan: SelectionPlan) -> int:
     return plan.recipe.select.batch_tokens or default
 
 
-def _identity(plan: SelectionPlan) -> dict[str, Any]:
-    """Returns all that measurements depend on, in the words of the recipe."""
+def _identity(plan: SelectionPlan, dtype: str | None) -> dict[str, Any]:
+    """Returns all that measurements depend on, in the words of the recipe; ``dtype`` None is what the recipe says."""
     model = plan.recipe.model
     device = resolve_device(model.device)
     return {
         "scorer": plan.scorer.fingerprint(),
         "data": plan.pool.fingerprint,
         "model": model.name_or_path,
-        "dtype": str(resolve_dtype(model.dtype, device)).removeprefix("torch."),
+        "dtype": dtype or str(resolve_dtype(model.dtype, device)).removeprefix("torch."),
         "device": device.type,
         "batch_tokens": _batch_tokens(plan),
     }
@@ -171,7 +173,7 @@ def _measure(
     one: _Pass, plan: SelectionPlan, folder: SelectionFolder, processes: Processes, progress: ScoringProgress
 ) -> None:
     def load(name: str) -> Rater:
-        rater = load_rater(plan.recipe, name)
+        rater = load_rater(plan.recipe, name, folder.dtype() or plan.recipe.model.dtype)
         if processes.rank == 0:
             folder.recognise(name, base_fingerprint(rater.model))
         return rater

@@ -127,6 +127,11 @@ class TestLog:
         assert sorted(ScoreLog(tmp_path, 5).read()) == [(0, 0), (0, 1)]
         assert sorted(file.name for file in tmp_path.iterdir()) == ["0.jsonl", "1.jsonl"]
 
+    def test_a_batch_that_was_tried_again_counts_whoever_tried(self, tmp_path: Path) -> None:
+        ScoreLog(tmp_path, 1).append(0, 0, {0: Unscored("the endpoint did not answer"), 1: {"loss": 2.0}})
+        ScoreLog(tmp_path, 0).append(0, 0, {0: {"loss": 1.0}, 1: {"loss": 2.0}})
+        assert ScoreLog(tmp_path).read() == {(0, 0): {0: {"loss": 1.0}, 1: {"loss": 2.0}}}
+
 
 class TestFailures:
     def test_one_bad_row_changes_no_other(self) -> None:
