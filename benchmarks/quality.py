@@ -131,7 +131,7 @@ def train(model: Any, method: Any, rows: list[Row], tokenizer: Any, learning_rat
     """Trains one pass and returns its seconds; only the answers carry loss."""
     import torch
 
-    from finetune.evaluation.batches import by_length, padded
+    from finetune.models.batches import by_length, padded
     from finetune.training.loss import LeanLoss
 
     examples = [(tokenizer(row.prompt).input_ids, tokenizer(row.answer).input_ids) for row in rows]
@@ -163,7 +163,7 @@ def score(model: Any, task: Task, tokenizer: Any) -> float:
     """Returns the share of test rows that are right."""
     import torch
 
-    from finetune.evaluation.batches import by_length, padded, scoring
+    from finetune.models.batches import by_length, padded, scoring
 
     prompts = [tokenizer(row.prompt).input_ids for row in task.test]
     order, right = by_length([len(prompt) for prompt in prompts]), 0

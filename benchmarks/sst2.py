@@ -70,7 +70,7 @@ def last_logits(model: Any, prompts: Sequence[list[int]]) -> Tensor:
     """Returns the logits after each prompt, float32 (B, V); only they reach the output head."""
     import torch
 
-    from finetune.evaluation.batches import padded
+    from finetune.models.batches import padded
 
     ids, mask = padded(prompts, 0, "left")
     mask = torch.ones_like(ids) if mask is None else mask
@@ -82,7 +82,7 @@ def last_logits(model: Any, prompts: Sequence[list[int]]) -> Tensor:
 
 def score(model: Any, phrases: Phrases, words: list[int]) -> dict[str, float]:
     """Returns accuracy and median-threshold accuracy, shares in [0, 1]."""
-    from finetune.evaluation.batches import by_length, scoring
+    from finetune.models.batches import by_length, scoring
 
     margins = [0.0] * len(phrases.labels)
     order = by_length([len(prompt) for prompt in phrases.prompts])
@@ -105,7 +105,7 @@ def train(model: Any, phrases: Phrases, words: list[int], learning_rate: float) 
     import torch
     import torch.nn.functional as F
 
-    from finetune.evaluation.batches import by_length
+    from finetune.models.batches import by_length
 
     order = by_length([len(prompt) for prompt in phrases.prompts])
     batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]

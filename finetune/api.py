@@ -1,8 +1,8 @@
-"""The Python API: three functions, the same words as the recipe's."""
+"""The Python API: four functions, the same words as the recipe's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +11,13 @@ from finetune.core.routing import use_task
 from finetune.methods import Method, build_method
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from torch import nn
     from transformers import PreTrainedModel
 
     from finetune.training.run import RunResult
 
-__all__ = ["load", "method", "train"]
+__all__ = ["load", "method", "select", "train"]
 
 
 def method(name: str, **config: Any) -> Method:
@@ -117,6 +118,37 @@ def _base_model(
             want=str(metadata.get("base_model") or f"a model with fingerprint {recorded}"),
         )
     return model
+
+
+def select(
+    dataset: Dataset,
+    scorer: str | Mapping[str, Any] = "ifd",
+    *,
+    model: str | Mapping[str, Any],
+    data: Mapping[str, Any] | None = None,
+    output_dir: str | Path | None = None,
+    **rules: Any,
+) -> Dataset:
+    """Returns the rows of a data set that are worth training on, in their order and with all their columns.
+
+    Args:
+        dataset: Rows of any form that training takes.
+        scorer: Registry name (``finetune ls selectors``), or ``{"name": ..., and its own keys}``.
+        model: The model that scores: a name, or the keys of a recipe's ``model`` section.
+        data: Keys of a recipe's ``data`` section besides ``train``.
+        output_dir: Where scores, manifest and report are kept; an interrupted selection is gone on with there. None
+            keeps nothing.
+        **rules: The other keys of a recipe's ``select`` section: how many rows are kept, and which.
+
+    Raises:
+        FinetuneError: Whatever is wrong with the keys, the rows or the model.
+
+    Example:
+        >>> kept = finetune.select(dataset, "ifd", model="Qwen/Qwen2.5-0.5B", fraction=0.2, duplicates="near")
+    """
+    from finetune.selection.dataset import select_dataset
+
+    return select_dataset(dataset, scorer, model=model, data=data, output_dir=output_dir, **rules)
 
 
 def train(recipe: str | Path | Sequence[str], *overrides: str) -> RunResult:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from finetune.cli.options import AsJson
 from finetune.cli.output import print_json, print_table
 from finetune.core.errors import FinetuneError, list_choices, nearest
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 EXAMPLES = """
 finetune ls methods
@@ -20,16 +23,16 @@ Row = dict[str, str]
 
 
 def ls(
-    kind: Annotated[str, typer.Argument(help="recipes, methods, templates or tasks.")] = "recipes",
-    name: Annotated[str | None, typer.Argument(help="A method, whose keys are listed.")] = None,
+    kind: Annotated[str, typer.Argument(help="recipes, methods, selectors, templates or tasks.")] = "recipes",
+    name: Annotated[str | None, typer.Argument(help="A method or selector, whose keys are listed.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Lists what there is."""
     if kind not in _KINDS:
         raise FinetuneError(f"there are no {kind!r} to list", want=list_choices(_KINDS), near=nearest(kind, _KINDS))
-    if name is not None and kind != "methods":
-        raise FinetuneError(f"only methods are listed by name, not {kind}", fix=f"finetune ls methods {name}")
-    rows = _KINDS[kind]() if name is None else _method_keys(name)
+    if name is not None and kind not in _WITH_KEYS:
+        raise FinetuneError(f"{kind} are not listed by name, as {' and '.join(_WITH_KEYS)} are", got=name)
+    rows = _KINDS[kind]() if name is None else _keys(_WITH_KEYS[kind](name))
     if as_json:
         print_json(rows)
     elif rows:
@@ -69,12 +72,37 @@ def _methods() -> list[Row]:
     ]
 
 
-def _method_keys(name: str) -> list[Row]:
-    from finetune.config.catalogue import describe_fields
-    from finetune.core.source_fields import REQUIRED
+def _selectors() -> list[Row]:
+    from finetune.data_selection import discover
+
+    scorers = [discover().get(name) for name in discover()]
+    return [
+        {
+            "name": scorer.name,
+            "keeps": scorer.direction,
+            "description": (scorer.__doc__ or "").strip().partition("\n")[0],
+            "paper": scorer.paper,
+        }
+        for scorer in scorers
+    ]
+
+
+def _method_config(name: str) -> type[BaseModel]:
     from finetune.methods import discover
 
-    keys = describe_fields(discover().get(name).Config, "")
+    return discover().get(name).Config
+
+
+def _scorer_config(name: str) -> type[BaseModel]:
+    from finetune.data_selection import discover
+
+    return discover().get(name).Config
+
+
+def _keys(config: type[BaseModel]) -> list[Row]:
+    from finetune.config.catalogue import describe_fields
+    from finetune.core.source_fields import REQUIRED
+
     return [
         {
             "key": key.name,
@@ -82,13 +110,16 @@ def _method_keys(name: str) -> list[Row]:
             "type": key.type,
             "meaning": key.help,
         }
-        for key in keys
+        for key in describe_fields(config, "")
     ]
 
 
 _KINDS: dict[str, Callable[[], list[Row]]] = {
     "recipes": _recipes,
     "methods": _methods,
+    "selectors": _selectors,
     "templates": _templates,
     "tasks": _tasks,
 }
+_WITH_KEYS: dict[str, Callable[[str], type[BaseModel]]] = {"methods": _method_config, "selectors": _scorer_config}
+"""Kinds whose entries have keys of their own."""

@@ -35,16 +35,20 @@ class Key:
     help: str
 
 
-def known_keys(methods: Iterable[type[BaseModel]] = ()) -> dict[str, Key]:
+def known_keys(methods: Iterable[type[BaseModel]] = (), scorers: Iterable[type[BaseModel]] = ()) -> dict[str, Key]:
     """Returns the keys of a recipe by their dotted names.
 
     Args:
         methods: Configs of the methods that the recipe names: they give the keys of the method section.
+        scorers: Configs of the scorers that it names: they give the keys of ``select.scorer``.
     """
     keys = [*describe_fields(Recipe, ""), *describe_fields(train_section(), "train.")]
     keys += [Key("method.name", "text", REQUIRED, "Registry name: `finetune ls methods`.")]
     for config in methods:
         keys += describe_fields(config, "method.")
+    keys += [Key("select.scorer.name", "text", REQUIRED, "Registry name: `finetune ls selectors`.")]
+    for config in scorers:
+        keys += describe_fields(config, "select.scorer.")
     for section in ("data.train.", "data.eval."):
         keys += describe_fields(Source, section)
     return {key.name: key for key in keys}

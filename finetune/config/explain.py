@@ -7,6 +7,7 @@ from typing import Any
 from finetune.config.catalogue import Key, known_keys
 from finetune.config.load import LoadedRecipe
 from finetune.config.method_section import method_configs
+from finetune.config.scorer_section import scorer_configs
 from finetune.core.errors import ConfigError, list_choices, nearest
 from finetune.core.source_fields import REQUIRED
 
@@ -26,7 +27,7 @@ def explain(loaded: LoadedRecipe, name: str) -> Explanation:
     Raises:
         ConfigError: There is no such key.
     """
-    keys = known_keys(method_configs(loaded.recipe.method))
+    keys = known_keys(method_configs(loaded.recipe.method), scorer_configs(loaded.recipe.select.scorer))
     key = keys.get(name) or keys.get(".".join(part for part in name.split(".") if not part.isdigit()))
     if key is None:
         leaves = {known.rpartition(".")[2]: known for known in reversed(keys)}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from finetune.config.overrides import Override
-from finetune.config.schema import name_methods
+from finetune.config.schema import name_methods, name_scorer
 from finetune.config.yaml12 import Document, flow_yaml
 from finetune.core.errors import FinetuneError, Problem, list_choices, nearest
 from finetune.core.registry import canonical_name
@@ -40,6 +40,8 @@ class Given:
         layer = {key: value for key, value in document.data.items() if value is not None}
         if "method" in layer:
             layer["method"] = name_methods(layer["method"])
+        if isinstance(layer.get("select"), dict) and "scorer" in layer["select"]:
+            layer["select"] = {**layer["select"], "scorer": name_scorer(layer["select"]["scorer"])}
         if isinstance(layer.get("method"), dict) and "name" in layer["method"]:
             self._switch_method(layer["method"]["name"])
         self._merge_into(self.data, layer, "")
@@ -96,6 +98,8 @@ class Given:
 
     def _without_shorthand(self, override: Override) -> Override:
         """Reads ``method=lora`` as ``method.name=lora``, and bare names in a list of methods as mappings."""
+        if override.key == "select.scorer":
+            return replace(override, value=name_scorer(override.value))
         if override.key != "method" or override.action == "delete":
             return override
         if override.action == "append" or not isinstance(override.value, str):

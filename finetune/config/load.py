@@ -19,6 +19,7 @@ from finetune.config.method_section import MethodSection, check_methods, file_fi
 from finetune.config.overrides import parse_overrides
 from finetune.config.rules import broken_rules
 from finetune.config.schema import Recipe
+from finetune.config.scorer_section import ScorerSection, check_scorer, scorer_configs
 from finetune.config.shipped import find_recipe
 from finetune.config.train_section import train_section
 from finetune.config.yaml12 import Document, dump_yaml, read_yaml
@@ -42,6 +43,7 @@ class LoadedRecipe:
     warnings: tuple[str, ...]
     _layers: Given
     _methods: MethodSection
+    _scorer: ScorerSection
     _kept: dict[str, str]
 
     def origin(self, key: str) -> str:
@@ -59,7 +61,9 @@ class LoadedRecipe:
 
     def resolved(self) -> dict[str, Any]:
         """Returns every key as plain data; of ``train`` those that were given: the rest are transformers' defaults."""
-        return {**self.recipe.model_dump(mode="json"), "method": self._methods.complete()}
+        data = {**self.recipe.model_dump(mode="json"), "method": self._methods.complete()}
+        data["select"]["scorer"] = self._scorer.complete()
+        return data
 
     def summary(self) -> str:
         """Returns one line: what trains, on what, where it goes."""
@@ -72,7 +76,7 @@ class LoadedRecipe:
 
         What came from an environment variable stays a reference to it, so that no secret is written to disk.
         """
-        data = _absolute_paths(self.resolved(), self._methods.configs)
+        data = _absolute_paths(self.resolved(), self._methods.configs, self._scorer.config)
         for key, text in self._kept.items():
             _put(data, key, text)
         return dump_yaml(data)
@@ -90,26 +94,34 @@ def load_recipe(configs: Sequence[str], overrides: Sequence[str] = ()) -> Loaded
     """
     layers, texts = _read_layers(configs, overrides)
     kept, unfilled = interpolate(layers)
-    known = list(known_keys(method_configs(layers.data.get("method"))))
+    section = layers.data.get("select")
+    scorer_given = section.get("scorer") if isinstance(section, dict) else None
+    known = list(known_keys(method_configs(layers.data.get("method")), scorer_configs(scorer_given)))
+    scorer = check_scorer(layers, scorer_given, known)
     methods, method_problems, method_warnings = check_methods(layers, known)
     checked = check(Recipe, layers.data, layers, known=known)
     train = check(train_section(), layers.data.get("train", {}), layers, prefix="train.", known=known)
-    problems = [*checked.problems, *method_problems]
+    problems = [*checked.problems, *method_problems, *scorer.problems]
     # That it is no mapping at all was already said of the whole recipe.
     problems += train.problems if isinstance(layers.data.get("train", {}), dict) else []
     # Of what was not filled in, the type does not matter.
     places = {problem.where for problem in unfilled}
     problems = [*layers.problems, *unfilled, *(problem for problem in problems if problem.where not in places)]
-    if problems or checked.value is None or methods is None or train.value is None:
+    if problems or checked.value is None or methods is None or train.value is None or scorer.value is None:
         raise ConfigError.of(_in_order(problems))
-    sections = {"method": methods.as_given(), "train": train.value.model_dump(exclude_unset=True)}
+    select = checked.value.select.model_copy(update={"scorer": scorer.value.as_given()})
+    sections = {
+        "method": methods.as_given(),
+        "train": train.value.model_dump(exclude_unset=True),
+        "select": select,
+    }
     recipe = checked.value.model_copy(update=sections)
     if broken := broken_rules(recipe, layers):
         raise ConfigError.of(broken)
-    notes = (*layers.warnings, *checked.warnings, *method_warnings, *train.warnings)
+    notes = (*layers.warnings, *checked.warnings, *method_warnings, *scorer.warnings, *train.warnings)
     for note in notes:
         warnings.warn(note, FinetuneWarning, stacklevel=2)
-    return LoadedRecipe(recipe, "\n".join(texts), notes, layers, methods, kept)
+    return LoadedRecipe(recipe, "\n".join(texts), notes, layers, methods, scorer.value, kept)
 
 
 def _read_layers(configs: Sequence[str], overrides: Sequence[str]) -> tuple[Given, list[str]]:
@@ -182,7 +194,7 @@ def _put(data: Any, key: str, value: Any) -> None:
         container[int(last)] = value
 
 
-def _absolute_paths(data: dict[str, Any], configs: Sequence[BaseModel]) -> dict[str, Any]:
+def _absolute_paths(data: dict[str, Any], configs: Sequence[BaseModel], scorer: BaseModel) -> dict[str, Any]:
     """Makes the paths of files that exist, and of the run directory, independent of the working directory."""
     data["output_dir"] = str(Path(data["output_dir"]).absolute())
     data["model"]["name_or_path"] = _absolute(data["model"]["name_or_path"])
@@ -191,10 +203,11 @@ def _absolute_paths(data: dict[str, Any], configs: Sequence[BaseModel]) -> dict[
         for source in sources if isinstance(sources, list) else []:
             source["path"] = _absolute(source["path"])
     methods = data["method"] if isinstance(data["method"], list) else [data["method"]]
-    for method, config in zip(methods, configs, strict=True):
+    entries = [*zip(methods, configs, strict=True), (data["select"]["scorer"], scorer)]
+    for entry, config in entries:
         for key in file_fields(config):
-            files = method[key]
-            method[key] = [_absolute(file) for file in files] if isinstance(files, list) else files and _absolute(files)
+            if files := entry.get(key):
+                entry[key] = [_absolute(file) for file in files] if isinstance(files, list) else _absolute(files)
     for section, key in (("eval", "tasks"), ("search", "speciality"), ("search", "versatility")):
         data[section][key] = [_absolute_task(task) if isinstance(task, str) else task for task in data[section][key]]
     return data

@@ -30,18 +30,23 @@ class MethodSection:
 
     def as_given(self) -> Any:
         """Returns the section with the keys that were given, each of its right type."""
-        return self._section(exclude_unset=True)
+        return self._section([config.model_dump(mode="json", exclude_unset=True) for config in self.configs])
 
     def complete(self) -> Any:
-        """Returns the section with all keys."""
-        return self._section(exclude_unset=False)
+        """Returns the section with all keys, but for those that were left at null.
 
-    def _section(self, *, exclude_unset: bool) -> Any:
-        entries = [
-            {"name": name, **config.model_dump(mode="json", exclude_unset=exclude_unset)}
-            for name, config in zip(self.names, self.configs, strict=True)
-        ]
-        return entries if self._is_list else entries[0]
+        A tuner of PEFT computes defaults that null stands for here, and takes no null itself.
+        """
+        return self._section(
+            [
+                config.model_dump(mode="json", exclude_none=True) | config.model_dump(mode="json", exclude_unset=True)
+                for config in self.configs
+            ]
+        )
+
+    def _section(self, entries: list[dict[str, Any]]) -> Any:
+        named = [{"name": name, **entry} for name, entry in zip(self.names, entries, strict=True)]
+        return named if self._is_list else named[0]
 
 
 def check_methods(given: Given, known: list[str]) -> tuple[MethodSection | None, list[Problem], list[str]]:

@@ -16,8 +16,10 @@ __all__ = [
     "Recipe",
     "SearchSection",
     "Section",
+    "SelectSection",
     "Source",
     "name_methods",
+    "name_scorer",
 ]
 
 DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
@@ -124,6 +126,9 @@ class DataSection(Section):
     max_dropped: float = Field(
         default=0.1, ge=0, le=1, description="Largest share of the examples that may be dropped, in [0, 1]."
     )
+    selection: bool = Field(
+        default=False, description="Whether training uses only the rows that the select section keeps of data.train."
+    )
     group_by_length: bool = Field(default=True, description="Whether batches hold examples of similar length.")
     cache: bool = Field(default=True, description="Whether prepared data are kept for the next run.")
 
@@ -165,6 +170,60 @@ class SearchSection(Section):
     max_steps: int | None = Field(default=None, ge=1, description="Optimizer steps after which no run is begun.")
 
 
+def name_scorer(value: Any) -> Any:
+    """Returns ``{name: ...}`` for a bare name."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+class SelectSection(Section):
+    """What `finetune select` scores rows by, and which it keeps; every limit that is given holds."""
+
+    scorer: Annotated[
+        dict[str, Any],
+        BeforeValidator(name_scorer, json_schema_input_type=str | dict[str, Any]),
+        Field(description="What scores the rows: a name (`finetune ls selectors`), or {name, and its own keys}."),
+    ] = {"name": "ifd"}
+    compare: list[str | dict[str, Any]] = Field(
+        default=["random", "length"], description="Scorers that `finetune select --compare` sets beside the scorer."
+    )
+    keep: Literal["auto", "highest", "lowest", "middle"] = Field(
+        default="auto", description="Which end of the scores is kept; auto: what the scorer is meant for."
+    )
+    top: int | None = Field(default=None, ge=1, description="Most rows.")
+    fraction: float | None = Field(
+        default=None, gt=0, le=1, description="Most rows as a share of those that have a score, in (0, 1]."
+    )
+    budget: int | None = Field(default=None, ge=1, description="Most tokens, prompts and answers together.")
+    threshold: float | None = Field(
+        default=None, description="Score that a row has at least; at most, where the lowest are kept."
+    )
+    per_source: Literal["equal", "proportional"] | None = Field(
+        default=None, description="Rows of each source: the same number, or its share of the pool; null: as they rank."
+    )
+    source_column: str | None = Field(
+        default=None, description="Column that says where a row is from; null: its file is its source."
+    )
+    duplicates: Literal["keep", "exact", "near"] = Field(
+        default="keep",
+        description="Of rows that say the same, the one that ranks highest is kept; near: almost the same, by MinHash.",
+    )
+    diversity: float | None = Field(
+        default=None,
+        ge=-1,
+        le=1,
+        description="Largest cosine between the vectors of two kept rows, by the recipe's model; null: whatever it is.",
+    )
+    duplicate_threshold: float = Field(
+        default=0.8, gt=0, le=1, description="Share of their five-word sequences that near duplicates have in common."
+    )
+    batch_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rows times tokens of the longest one that the model takes at a time; null: 2048 on a CPU, "
+        "16384 on an accelerator.",
+    )
+
+
 def name_methods(value: Any) -> Any:
     """Returns a method section with ``{name: ...}`` for each bare name, alone or in a list."""
     if isinstance(value, list):
@@ -186,6 +245,9 @@ class Recipe(Section):
     engine: EngineSection = Field(default=EngineSection(), description="Processes and devices.")
     eval: EvalSection = Field(default=EvalSection(), description="What the model is measured on.")
     search: SearchSection = Field(default=SearchSection(), description="How `finetune search` finds what to train.")
+    select: SelectSection = Field(
+        default=SelectSection(), description="What `finetune select` scores rows by, and which it keeps."
+    )
     output_dir: str = Field(min_length=1, description="Folder of the run.")
     seed: int = Field(default=42, ge=0, description="Seed of everything random.")
     report_to: Tracker | list[Tracker] = Field(default="none", description="Trackers that get the metrics.")

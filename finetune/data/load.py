@@ -78,7 +78,7 @@ def _read(
             if isinstance(row, BadRowError):
                 raise row
             named = {theirs.get(name, name): value for name, value in row.items()}
-            row_of = _conversation(named, format_name, system, str(number), source.path, line)
+            row_of = _conversation(named, format_name, system, number, source.path, line)
             good.append(replace(row_of, task=str(row_of.extra.get("task") or source.task or Path(source.path).stem)))
         except BadRowError as reason:
             bad.append(Dropped(source.path, line, str(number), reason.reason, reason.detail))
@@ -86,7 +86,7 @@ def _read(
 
 
 def _conversation(
-    row: dict[str, Any], format_name: str, system: str | None, number: str, source: str, line: int | None
+    row: dict[str, Any], format_name: str, system: str | None, number: int, source: str, line: int | None
 ) -> Conversation:
     found = detect(row) if format_name == "auto" else format_name
     if found is None:
@@ -96,7 +96,14 @@ def _conversation(
     if system is not None and messages and messages[0].role != "system":
         messages = (Message("system", system), *messages)
     return Conversation(
-        messages, str(extra.get("id", number)), source, line, extra, text=text, tools=_tools(extra.get("tools"))
+        messages,
+        str(extra.get("id", number)),
+        source,
+        line,
+        extra,
+        text=text,
+        tools=_tools(extra.get("tools")),
+        number=number,
     )
 
 

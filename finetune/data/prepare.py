@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PreparedData", "Truncation", "prepare_dataset", "split_eval"]
+__all__ = ["PreparedData", "Truncation", "check_dropped", "fit_length", "prepare_dataset", "split_eval"]
 
 Truncation = Literal["drop", "left", "right"]
 _BATCH = 1000
@@ -141,7 +141,7 @@ def prepare_dataset(
         if cache:
             _write_cache(folder, stored)
     dataset, dropped, eos_share = stored
-    _check(dataset, dropped, unusable, len(conversations), max_dropped, tokenizer, vocabulary_size)
+    _check(dataset, dropped, unusable, max_dropped, tokenizer, vocabulary_size)
     prepared = PreparedData(dataset, (*unusable, *dropped), len(dataset), fingerprint, tokenizer, eos_share, names)
     return _packed(prepared, max_length) if packing else prepared
 
@@ -187,7 +187,7 @@ def _tokenise(
     for start in track(starts, "tokenise", console=Console(stderr=True), disable=len(starts) < 3, transient=True):
         batch = conversations[start : start + _BATCH]
         for row, encoded in zip(batch, render_all(batch, tokenizer, loss_on=loss_on), strict=True):
-            fitted, reason = _fit(encoded, max_length, truncation)
+            fitted, reason = fit_length(encoded, max_length, truncation)
             if reason:
                 detail = f"{len(encoded.input_ids)} tokens"
                 dropped.append(Dropped(row.source, row.line, row.id, reason, detail))
@@ -206,7 +206,7 @@ def _tokenise(
     return dataset, dropped, ended / max(1, len(dataset))
 
 
-def _fit(encoded: Encoded, max_length: int, truncation: Truncation) -> tuple[Encoded, str]:
+def fit_length(encoded: Encoded, max_length: int, truncation: Truncation) -> tuple[Encoded, str]:
     """Returns the example cut to ``max_length``, and why it is dropped instead, if it is."""
     over = len(encoded.input_ids) - max_length
     if over > 0:
@@ -271,27 +271,37 @@ def _check(
     dataset: datasets.Dataset,
     dropped: Sequence[Dropped],
     unusable: Sequence[Dropped],
-    total: int,
     max_dropped: float,
     tokenizer: PreTrainedTokenizerBase,
     vocabulary_size: int | None,
 ) -> None:
-    gone = [*unusable, *dropped]
-    share = len(gone) / max(1, total + len(unusable))
-    if gone and (share > max_dropped or not len(dataset)):
+    check_dropped(len(dataset), [*unusable, *dropped], max_dropped)
+    if vocabulary_size is not None:
+        _check_vocabulary(dataset, tokenizer, vocabulary_size)
+
+
+def check_dropped(kept: int, gone: Sequence[Dropped], max_dropped: float) -> None:
+    """P11: most of the rows are used.
+
+    Args:
+        kept: Rows that are used.
+        gone: Those that are not.
+        max_dropped: Largest share of all that may be left out, in [0, 1].
+
+    Raises:
+        DataError: More than that is left out, or no row is used.
+    """
+    total = kept + len(gone)
+    if gone and (len(gone) / total > max_dropped or not kept):
         reasons = Counter(row.reason for row in gone)
         examples = "; ".join(f"{row.source}:{row.line or row.id} {row.detail}" for row in gone[:3])
         raise DataError(
-            f"{len(gone)} of {total + len(unusable)} rows cannot be used"
-            if len(dataset)
-            else "no row is left to train on",
+            f"{len(gone)} of {total} rows cannot be used" if kept else "no row is left to train on",
             where="data",
             got=", ".join(f"{count} {reason}" for reason, count in reasons.most_common()) + f" (first: {examples})",
             want=f"at most {max_dropped:.0%} dropped",
             fix="a larger data.max_length, data.truncation: left, or a higher data.max_dropped",
         )
-    if vocabulary_size is not None:
-        _check_vocabulary(dataset, tokenizer, vocabulary_size)
 
 
 def _check_vocabulary(dataset: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, size: int) -> None:

@@ -67,6 +67,7 @@ class Conversation:
         text: Plain text.
         tools: Descriptions of the tools that the assistant may call.
         task: What the row is about, for methods that tell tasks apart.
+        number: Position in the source, counted from 0.
     """
 
     messages: tuple[Message, ...]
@@ -77,6 +78,7 @@ class Conversation:
     text: str = ""
     tools: tuple[Any, ...] = ()
     task: str = ""
+    number: int = 0
 
     @property
     def where(self) -> str:

@@ -18,7 +18,7 @@ from finetune.data.records import Conversation, Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["IGNORED", "Encoded", "LossOn", "render", "render_all", "render_prompt"]
+__all__ = ["IGNORED", "Encoded", "LossOn", "prompt_text", "render", "render_all", "render_prompt"]
 
 LossOn = Literal["assistant", "completion", "all", "last"]
 IGNORED = -100
@@ -71,9 +71,13 @@ def render_all(
 
 def render_prompt(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Returns the tokens after which the model answers: the start of the training example, token for token."""
-    text = _apply_template(messages, tokenizer, generation=True)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids: list[int] = tokenizer(prompt_text(messages, tokenizer), add_special_tokens=False)["input_ids"]
     return ids
+
+
+def prompt_text(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns the text after which the model answers; it has its special tokens, so none are added to it."""
+    return _apply_template(messages, tokenizer, generation=True)
 
 
 Span = tuple[int, int]

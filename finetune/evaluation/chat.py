@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.data.records import Message
 from finetune.data.render import render_prompt
-from finetune.evaluation.batches import scoring
-from finetune.evaluation.generate import check_context, greedy_settings
+from finetune.models.batches import scoring
+from finetune.models.generate import check_context, greedy_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import DataError
-from finetune.evaluation.batches import by_length, padded, scoring
+from finetune.models.batches import by_length, padded, scoring
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -12,13 +12,13 @@ from finetune.core.routing import routed
 from finetune.data.records import Conversation, Message
 from finetune.data.render import render, render_prompt
 from finetune.evaluation.choice import choose
-from finetune.evaluation.generate import generate
 from finetune.evaluation.interval import ratio_interval, wilson_interval
 from finetune.evaluation.likelihood import LabelledRow, RowLikelihood, row_likelihoods
 from finetune.evaluation.lm_eval import run_lm_eval
 from finetune.evaluation.loss import mean_loss
 from finetune.evaluation.results import Prediction, TaskResult, evenly_spaced
 from finetune.evaluation.tasks import Task, load_rows
+from finetune.models.generate import generate
 
 if TYPE_CHECKING:
     from torch import nn

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from finetune.report.figures import bytes_in_words, count_in_words, seconds_in_w
 from finetune.report.metrics import CURVES, read_events, read_series
 from finetune.report.plots import draw_svg
 from finetune.report.record import command_of, lookup, next_commands, read_record
+from finetune.report.rendering import embedded_picture, render_page
 from finetune.report.results import ResultRow, compare_results, compare_samples
 
 __all__ = ["write_report"]
@@ -46,7 +46,7 @@ def write_report(run: Path) -> Path:
     rows = compare_results(record.get("evaluation") or {})
     events = read_events(run)
     drawn = [(curve, read_series(events, curve)) for curve in CURVES]
-    page = _render(
+    page = render_page(
         "report.html.jinja",
         name=run.absolute().name,
         status=str(record.get("status") or "unknown"),
@@ -78,20 +78,7 @@ def _pictures(run: Path) -> list[tuple[str, str]]:
     """Returns title and base64 content of the pictures that the method has drawn: those that are no curves."""
     curves = {curve.name for curve in CURVES}
     files = sorted(file for file in (run / "plots").glob("*.png") if file.stem not in curves)
-    return [(file.stem.replace("_", " "), base64.b64encode(file.read_bytes()).decode()) for file in files]
-
-
-def _render(template: str, **context: Any) -> str:
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("finetune.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(template).render(context)
+    return [embedded_picture(file) for file in files]
 
 
 def _headline(rows: list[ResultRow]) -> ResultRow | None:

@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_svg", "write_plots"]
+__all__ = ["INK", "LINE", "STYLE", "draw_svg", "write_plots"]
 
-_LINE = "#2f6fdb"
+LINE = "#2f6fdb"
 _POINTS = "#d9661f"
-_INK = "#5b6470"
+INK = "#5b6470"
 _SIZE = (6.4, 3.2)  # inches
 # Texts of an SVG stay texts, so that the page's own font and colour apply; identifiers are the same in every run.
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 9.0,
     "text.parse_math": False,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
 }
 
 
@@ -53,7 +53,7 @@ def write_plots(run: Path) -> list[Path]:
             continue
         picture, table = run / "plots" / f"{curve.name}.png", run / "plots" / f"{curve.name}.csv"
         write_csv(table, series)
-        with mpl.rc_context(_STYLE):
+        with mpl.rc_context(STYLE):
             figure = _draw(series, title=f"{_run_name(run)} · {curve.title.lower()}")
             with replaced_file(picture) as beside:
                 figure.savefig(beside, format="png", dpi=150)
@@ -66,7 +66,7 @@ def draw_svg(series: Series) -> str:
     import matplotlib as mpl
 
     buffer = io.StringIO()
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": series.curve.name}):
+    with mpl.rc_context({**STYLE, "svg.hashsalt": series.curve.name}):
         figure = _draw(series, title="")
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
@@ -78,7 +78,7 @@ def draw_svg(series: Series) -> str:
     # Identifiers such as "axes_1" would be there once per picture.
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
-    return svg.replace(_INK, "currentColor").replace(_LINE, "var(--accent)").strip()
+    return svg.replace(INK, "currentColor").replace(LINE, "var(--accent)").strip()
 
 
 def _draw(series: Series, *, title: str) -> Figure:
@@ -92,7 +92,7 @@ def _draw(series: Series, *, title: str) -> Figure:
     axes.set_xlabel("step")
     axes.set_ylabel(curve.unit)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(visible=True, axis="y", color=_INK, alpha=0.15, linewidth=0.6)
+    axes.grid(visible=True, axis="y", color=INK, alpha=0.15, linewidth=0.6)
     axes.margins(x=0.01)
     if curve.name in ("memory", "tokens_per_s"):
         axes.set_ylim(bottom=0)
@@ -109,11 +109,11 @@ def _draw_lines(axes: Axes, series: Series) -> None:
     curve = series.curve
     marker = "o" if len(series.values) == 1 else ""
     if curve.smoothed and series.values:
-        axes.plot(series.steps, series.values, color=_LINE, alpha=0.4, linewidth=1, marker=marker, label="as logged")
+        axes.plot(series.steps, series.values, color=LINE, alpha=0.4, linewidth=1, marker=marker, label="as logged")
         label = f"smoothed (moving average, β = {SMOOTHING:g})"
-        axes.plot(series.steps, smooth(series.values), color=_LINE, linewidth=1.8, label=label)
+        axes.plot(series.steps, smooth(series.values), color=LINE, linewidth=1.8, label=label)
     elif series.values:
-        axes.plot(series.steps, series.values, color=_LINE, linewidth=1.8, marker=marker, label=curve.title.lower())
+        axes.plot(series.steps, series.values, color=LINE, linewidth=1.8, marker=marker, label=curve.title.lower())
     if series.point_values:
         axes.plot(
             series.point_steps,

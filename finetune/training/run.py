@@ -82,6 +82,13 @@ def train(
     console = console or Console(stderr=True)
     run = Path(loaded.recipe.output_dir)
     check_output(run, resume=resume is not None, overwrite=overwrite)
+    if loaded.recipe.data.selection:
+        from finetune.selection.for_training import select_for_training
+
+        chosen = select_for_training(loaded, dry_run=dry_run, overwrite=overwrite, console=console)
+        if chosen is None:
+            return RunResult(run, "interrupted", INTERRUPTED)
+        loaded = chosen
     if dry_run:
         return _dry_run(loaded, run, console)
     checkpoint = checkpoint_to_resume(run, resume)

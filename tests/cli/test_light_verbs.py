@@ -49,9 +49,13 @@ def recipe(tmp_path: Path) -> str:
         ["--help"],
         ["train", "-h"],
         ["data", "inspect", "--help"],
+        ["select", "--help"],
+        ["validate", "select/selectit", "select.scorer=ifd"],
         ["ls"],
         ["ls", "methods"],
         ["ls", "methods", "lora"],
+        ["ls", "selectors"],
+        ["ls", "selectors", "selectit"],
         ["ls", "templates"],
         ["ls", "tasks", "--json"],
         ["cat", "quickstart"],
@@ -79,7 +83,9 @@ def test_help_is_quick(tmp_path: Path) -> None:
     assert time.perf_counter() - started < 1.5
 
 
-@pytest.mark.parametrize("verb", ["train", "validate", "eval", "chat", "merge", "export", "ls", "cp", "cat", "env"])
+@pytest.mark.parametrize(
+    "verb", ["train", "select", "validate", "eval", "chat", "merge", "export", "ls", "cp", "cat", "env"]
+)
 def test_every_verb_shows_two_examples(verb: str, tmp_path: Path) -> None:
     text = run(verb, "--help", folder=tmp_path).stdout
     assert text.count(f"finetune {verb} ") >= 3 - (verb in ("env", "ls"))
@@ -101,6 +107,10 @@ def test_every_verb_shows_two_examples(verb: str, tmp_path: Path) -> None:
         (["ls", "--jsn"], 2, ["--json", "finetune ls --help"]),
         (["ls", "method"], 2, ["near methods"]),
         (["ls", "methods", "lorra"], 2, ["near lora"]),
+        (["ls", "selectors", "idf"], 2, ["near ifd"]),
+        (["ls", "recipes", "lora"], 2, ["not listed by name"]),
+        (["select", "select/ifd", "select.scorer=selectt"], 2, ["near selectit", "argument 1"]),
+        (["select", "select/ifd", "select.fracton=0.1"], 2, ["near select.fraction"]),
         (["merge"], 2, ["missing", "finetune merge --help"]),
         (["cat", "quickstrat"], 2, ["near quickstart"]),
         (["cp", "quickstart", "my.yaml"], 3, ["my.yaml", "--overwrite"]),

@@ -295,3 +295,15 @@ def test_overrides_that_fit_nothing(write: Write, override: str, word: str) -> N
         load_recipe([write(RECIPE + "seed: 3\n")], [override])
     assert word in caught.value.what
     assert caught.value.where.startswith("argument 1")
+
+
+def test_the_resolved_recipe_of_a_peft_tuner_trains(tmp_path: Path) -> None:
+    """Its computed defaults read null in our schema, and PEFT takes no null for them."""
+    from finetune.methods import build_method
+    from support.tiny import tiny_llama
+
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(load_recipe(["lora/quickstart"]).resolved_yaml(), encoding="utf-8")
+    method = build_method(load_recipe([str(resolved)]).recipe.method)
+    method.attach(tiny_llama())
+    assert method.trained_parameters()

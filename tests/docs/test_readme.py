@@ -50,6 +50,26 @@ def test_the_method_in_the_docs_is_complete() -> None:
         del METHODS._entries["norms_and_head"]  # other tests list the registry
 
 
+def test_the_python_of_data_selection_runs(tmp_path: Path) -> None:
+    import datasets
+
+    import finetune
+    from finetune.data_selection import SCORERS, build_scorer, discover
+    from support.pools import PAIRS, examples
+    from support.tiny import tiny_tokenizer
+
+    rows = datasets.Dataset.from_list([{"prompt": asked, "completion": said} for asked, said in PAIRS])
+    names = {"MODEL": str(save_tiny_model(tmp_path / "model")), "DATASET": rows, "finetune": finetune}
+    discover()
+    exec(blocks("docs/data-selection.md"), names)
+    try:
+        assert 0 < len(names["kept"]) < len(rows)
+        pool = examples(tiny_tokenizer())
+        assert build_scorer({"name": "shortest"}).score(pool[0]).value == -pool[0].answer_tokens
+    finally:
+        del SCORERS._entries["shortest"]  # other tests list the registry
+
+
 @pytest.mark.integration
 def test_every_command_in_the_readme_names_a_verb_and_options_that_exist() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8") + (ROOT / "docs/runs.md").read_text(encoding="utf-8")
@@ -57,7 +77,7 @@ def test_every_command_in_the_readme_names_a_verb_and_options_that_exist() -> No
     used: dict[str, set[str]] = {}
     for verb, rest in commands:
         used.setdefault(verb, set()).update(re.findall(r"--[a-z-]+", rest))
-    for verb in ("train", "eval", "chat", "merge", "export", "ls", "cp"):
+    for verb in ("train", "select", "eval", "chat", "merge", "export", "ls", "cp"):
         command = [sys.executable, "-m", "finetune", *verb.split(), "--help"]
         page = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert not {option for option in used[verb] if option not in page}, verb

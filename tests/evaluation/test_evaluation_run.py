@@ -12,8 +12,8 @@ from finetune.core.errors import ConfigError, DataError
 from finetune.data.records import Message
 from finetune.data.render import render_prompt
 from finetune.evaluation.chat import ChatSession
-from finetune.evaluation.generate import generate
 from finetune.evaluation.run import evaluate_run, evaluate_tasks
+from finetune.models.generate import generate
 
 
 @pytest.fixture

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from finetune.config.schema import name_scorer
 from finetune.core.shipped import shipped_names, shipped_path
+from finetune.data_selection import build_scorer
 from finetune.evaluation.tasks import read_task
 from finetune.methods.registry import discover
 from finetune.methods.selected_entries import SelectedEntries
@@ -32,7 +34,10 @@ def test_the_first_line_says_what_the_recipe_does(name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_methods_tasks_and_shipped_files_of_a_recipe_exist(name: str) -> None:
     recipe = _read(name)
-    for entry in recipe["method"] if isinstance(recipe["method"], list) else [recipe["method"]]:
+    if "select" in recipe:
+        build_scorer(name_scorer(recipe["select"]["scorer"]))
+    methods = recipe.get("method", [])
+    for entry in methods if isinstance(methods, list) else [methods]:
         method = dict(entry)
         assert discover().get(method.pop("name")).Config.model_validate(method)
     for task in recipe.get("eval", {}).get("tasks", []):
@@ -42,6 +47,11 @@ def test_methods_tasks_and_shipped_files_of_a_recipe_exist(name: str) -> None:
     for key in ("train", "calibration"):
         if recipe["data"].get(key, "").startswith("shipped:"):
             assert shipped_path(recipe["data"][key]).is_file()
+
+
+def test_a_recipe_trains_or_selects() -> None:
+    for name in RECIPES:
+        assert ("method" in _read(name)) != ("select" in _read(name)), name
 
 
 def test_there_is_a_recipe_for_each_method_that_the_quickstart_compares() -> None:

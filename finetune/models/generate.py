@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.core.errors import DataError
 from finetune.data.records import Conversation, Message
 from finetune.data.render import render
-from finetune.evaluation.batches import by_length, padded, scoring
+from finetune.models.batches import by_length, padded, scoring
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from finetune.core.errors import DataError
-from finetune.evaluation.generate import generate, stop_ids
+from finetune.models.generate import generate, stop_ids
 
 
 def _prompts(count: int) -> list[list[int]]:

@@ -1,0 +1,1 @@
+"""Models that answer in words: endpoints that speak the OpenAI protocol."""

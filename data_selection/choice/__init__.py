@@ -1,0 +1,1 @@
+"""Which rows are kept, given what they score."""

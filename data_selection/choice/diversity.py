@@ -1,0 +1,61 @@
+"""Orders and rules that look at how rows lie to each other.
+
+Legend: N rows, Q queries, D width of a vector.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["SimilarityFilter", "farthest_first", "round_robin"]
+
+
+class SimilarityFilter:
+    """Refuses a row that is too close to one that was chosen before (DEITA's rule; every chosen row counts at once).
+
+    Args:
+        vectors_ND: Unit vectors.
+        threshold: Largest cosine to a chosen row, in [-1, 1].
+    """
+
+    def __init__(self, vectors_ND: NDArray[np.float32], threshold: float) -> None:
+        self._vectors, self._threshold = vectors_ND, threshold
+        self._nearest = np.full(len(vectors_ND), -np.inf, dtype=np.float32)
+
+    def __call__(self, position: int) -> str:
+        """Returns why the row at ``position`` is not chosen, or nothing and counts it as chosen."""
+        if self._nearest[position] > self._threshold:
+            return "too similar to a row that ranks higher"
+        np.maximum(self._nearest, self._vectors @ self._vectors[position], out=self._nearest)
+        return ""
+
+
+def farthest_first(vectors_ND: NDArray[np.float32], first: int = 0) -> list[int]:
+    """Returns all positions, each the farthest (Euclidean) from those before it; of equal ones the lower.
+
+    The first k are Gonzalez' greedy solution of the k-center problem. Distances are updated after every pick.
+    """
+    squares_N = (vectors_ND**2).sum(1)
+    nearest_N = np.full(len(vectors_ND), np.inf)
+    order = [first]
+    while len(order) < len(vectors_ND):
+        last = order[-1]
+        distance_N = squares_N + squares_N[last] - 2 * (vectors_ND @ vectors_ND[last])
+        np.minimum(nearest_N, distance_N, out=nearest_N)
+        nearest_N[last] = -np.inf
+        order.append(int(nearest_N.argmax()))
+    return order
+
+
+def round_robin(similarity_NQ: NDArray[np.float32]) -> list[int]:
+    """Returns all rows in the order in which the queries, in turn, take the most similar one that is left."""
+    preferences_QN = np.argsort(-similarity_NQ, axis=0, kind="stable").T
+    queues = [iter(preference.tolist()) for preference in preferences_QN]
+    taken: dict[int, None] = {}
+    while len(taken) < len(similarity_NQ):
+        for queue in queues:
+            found = next((position for position in queue if position not in taken), None)
+            if found is not None:
+                taken[found] = None
+    return list(taken)

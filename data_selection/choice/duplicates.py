@@ -1,0 +1,93 @@
+"""Rows that say the same: clusters of which one row is kept, that which ranks highest."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+
+from finetune.data_selection.pool import Example
+
+__all__ = ["DuplicateFilter", "exact_clusters", "near_clusters", "normalized_text", "shingles"]
+
+_WORDS, _PERMUTATIONS = 5, 128
+
+
+def normalized_text(example: Example) -> str:
+    """Returns all that is said in a row, in lower case, compatibility forms unified, white space collapsed."""
+    row = example.conversation
+    said = "\n".join(message.content for message in row.messages) or row.text
+    return re.sub(r"\s+", " ", unicodedata.normalize("NFKC", said).lower()).strip()
+
+
+def shingles(text: str) -> frozenset[str]:
+    """Returns the five-word sequences of a text; of one with fewer words, or without spaces, five-letter ones."""
+    words = text.split()
+    pieces = words if len(words) >= _WORDS else list(text)
+    join = " " if len(words) >= _WORDS else ""
+    count = max(1, len(pieces) - _WORDS + 1)
+    return frozenset(join.join(pieces[start : start + _WORDS]) for start in range(count))
+
+
+def exact_clusters(texts: Sequence[str]) -> list[int]:
+    """Returns for each text the position of the first one that equals it."""
+    first: dict[str, int] = {}
+    return [first.setdefault(text, position) for position, text in enumerate(texts)]
+
+
+def near_clusters(texts: Sequence[str], threshold: float) -> list[int]:
+    """Returns for each text the lowest position in its cluster.
+
+    Two texts are in one cluster if they, or texts between them in a chain, have at least ``threshold`` of their
+    shingles in common (Jaccard). MinHash finds the pairs to look at; every one is verified on the shingles themselves.
+
+    Args:
+        texts: Normalised texts.
+        threshold: In (0, 1].
+    """
+    sets = [shingles(text) for text in texts]
+    clusters = list(range(len(texts)))
+
+    def root(position: int) -> int:
+        while clusters[position] != position:
+            clusters[position] = clusters[clusters[position]]
+            position = clusters[position]
+        return position
+
+    for one, other in _candidates(sets, threshold):
+        low, high = sorted((root(one), root(other)))
+        if low != high and len(sets[one] & sets[other]) >= threshold * len(sets[one] | sets[other]):
+            clusters[high] = low
+    return [root(position) for position in range(len(texts))]
+
+
+def _candidates(sets: Sequence[frozenset[str]], threshold: float) -> Iterator[tuple[int, int]]:
+    """Yields the pairs of positions whose MinHashes share a band."""
+    from datasketch import MinHash, MinHashLSH
+
+    index = MinHashLSH(threshold=threshold, num_perm=_PERMUTATIONS)
+    for position, found in enumerate(sets):
+        sketch = MinHash(num_perm=_PERMUTATIONS)
+        sketch.update_batch([shingle.encode() for shingle in sorted(found)])
+        yield from ((int(other), position) for other in sorted(index.query(sketch)))
+        index.insert(position, sketch)
+
+
+class DuplicateFilter:
+    """Refuses a row whose cluster has a row that was chosen before.
+
+    Args:
+        clusters: For each row of the pool the name of its cluster.
+    """
+
+    def __init__(self, clusters: Sequence[int]) -> None:
+        self._clusters = clusters
+        self._taken: set[int] = set()
+
+    def __call__(self, position: int) -> str:
+        """Returns why the row at ``position`` is not chosen, or nothing and counts it as chosen."""
+        cluster = self._clusters[position]
+        if cluster in self._taken:
+            return "the same as a row that ranks higher"
+        self._taken.add(cluster)
+        return ""

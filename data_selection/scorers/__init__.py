@@ -1,0 +1,1 @@
+"""The scorers: one file each."""

@@ -1,0 +1,1 @@
+"""Scores the rows of a recipe and writes those that are kept: ``finetune select``."""
