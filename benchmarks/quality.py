@@ -7,7 +7,9 @@ bundled model trains one pass over a sample of the training data with AdamW and 
 them; ``spectrum_25``, its controls and ``top_layers_half`` a quarter or half of the block weights, ``lisa`` two layers
 at a time. Each has one learning rate for both tasks: ``id3`` and ``random`` the better of 3e-4 and 1e-3 on 320 other
 rows of ``sst2``, ``magnitude`` that of ``random``, ``spectrum_25`` and with it its relatives the best of 3e-5, 1e-4,
-3e-4 and 1e-3 there, ``lisa`` of 3e-4, 1e-3 and 3e-3, ``cofitune`` of 3e-4 and 1e-3, the others that of ``sst2.py``;
+3e-4 and 1e-3 there, ``lisa`` of 3e-4, 1e-3 and 3e-3, ``cofitune`` of 3e-4 and 1e-3, ``mos_eighth`` and
+``lora_eighth`` of 1e-3, 3e-3 and 1e-2, ``vera`` and ``vblora`` of 3e-3, 1e-2 and 3e-2, ``randlora`` of 3e-4, 1e-3 and
+3e-3, the others that of ``sst2.py``;
 ``--search`` tries more.
 
 Needs ``../shared/data``. Run: python benchmarks/quality.py [--quick] [--json PATH] [--methods ...] [--seeds 3]
@@ -68,11 +70,11 @@ SETUPS = {
     # Up and down projections of the second quarter, unmasked.
     "cofitune": Setup("cofitune", 3e-4, {"soft_mask": False}),
     # An eighth of what "lora" trains: pools that all layers of a kind draw from, or rank 1.
-    "mos_eighth": Setup("mos", 1e-3, {"r": 8, "equiv_rank": 1, "private_rank": 0, "num_shards": 4}, seeded=True),
-    "lora_eighth": Setup("lora", 1e-3, {"r": 1, "lora_alpha": 2, "target_modules": "all-linear"}),
-    "vera": Setup("vera", 1e-2, {"r": 256, "target_modules": "all-linear"}),
+    "mos_eighth": Setup("mos", 3e-3, {"r": 8, "equiv_rank": 1, "private_rank": 0, "num_shards": 4}, seeded=True),
+    "lora_eighth": Setup("lora", 3e-3, {"r": 1, "lora_alpha": 2, "target_modules": "all-linear"}),
+    "vera": Setup("vera", 3e-2, {"r": 256, "target_modules": "all-linear"}),
     "vblora": Setup(
-        "vblora", 3e-3, {"r": 4, "vector_length": 64, "num_vectors": 256, "topk": 2, "target_modules": "all-linear"}
+        "vblora", 1e-2, {"r": 4, "vector_length": 64, "num_vectors": 256, "topk": 2, "target_modules": "all-linear"}
     ),
     "randlora": Setup("randlora", 1e-3, {"r": 192, "target_modules": "all-linear"}),
     # A run of 30 steps draws six times.

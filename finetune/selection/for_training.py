@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from finetune.config.load import LoadedRecipe
+    from finetune.config.schema import Source
 
 __all__ = ["select_for_training"]
 
@@ -41,9 +42,14 @@ def select_for_training(
     Processes.of_environment().leave()
     sources = recipe.data.train
     subsets = [
-        source.model_copy(update={"path": str(folder.selected / name), "split": None, "subset": None})
+        source.model_copy(update=_moved(source, folder.selected / name))
         for source, name in zip(sources, subset_names(sources), strict=True)
         if (folder.selected / name).exists()
     ]
     data = recipe.data.model_copy(update={"train": subsets, "selection": False})
     return replace(loaded, recipe=recipe.model_copy(update={"data": data}))
+
+
+def _moved(source: Source, path: Path) -> dict[str, str | None]:
+    """Returns what of a source changes with its place; its rows' task does not."""
+    return {"path": str(path), "split": None, "subset": None, "task": source.task or Path(source.path).stem}
