@@ -345,6 +345,11 @@ def _read_cache(folder: Path) -> Stored | None:
 def _write_cache(folder: Path, stored: Stored) -> None:
     dataset, dropped, eos_share = stored
     about = {"dropped": [vars(row) for row in dropped], "eos_share": eos_share}
-    with replaced_folder(folder) as beside:
-        dataset.save_to_disk(str(beside / "rows"))
-        (beside / "about.json").write_text(json.dumps(about, default=str), encoding="utf-8")
+    try:
+        with replaced_folder(folder) as beside:
+            dataset.save_to_disk(str(beside / "rows"))
+            (beside / "about.json").write_text(json.dumps(about, default=str), encoding="utf-8")
+    except OSError:
+        # Another process of the run has written the same in the same moment.
+        if not (folder / "about.json").is_file():
+            raise

@@ -45,8 +45,11 @@ def test_methods_tasks_and_shipped_files_of_a_recipe_exist(name: str) -> None:
     for task in recipe.get("search", {}).get("versatility", []):
         assert Path(read_task(task).data).is_file()
     for key in ("train", "calibration"):
-        if recipe["data"].get(key, "").startswith("shipped:"):
-            assert shipped_path(recipe["data"][key]).is_file()
+        given = recipe["data"].get(key, [])
+        for source in given if isinstance(given, list) else [given]:
+            path = source if isinstance(source, str) else source["path"]
+            if path.startswith("shipped:"):
+                assert shipped_path(path).is_file()
 
 
 def test_a_recipe_trains_or_selects() -> None:
