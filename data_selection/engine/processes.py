@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 __all__ = ["Processes"]
 
@@ -34,22 +39,26 @@ class Processes:
         return list(items[self.rank :: self.count])
 
     def wait(self) -> None:
-        """Waits until all processes are here."""
+        """Waits until all processes are here, as long as that takes."""
         if self.count == 1:
             return
-        from datetime import timedelta
+        store = _store()
+        arrived = store.add("arrived", 1)
+        everyone = f"all of turn {(arrived - 1) // self.count}"  # nobody is a turn ahead of another
+        if arrived % self.count == 0:
+            store.set(everyone, "")
+        store.wait([everyone], timedelta(days=7))
 
-        import torch.distributed as dist
 
-        if not dist.is_initialized():
-            # No tensor is exchanged; a rank may wait as long as another has work.
-            dist.init_process_group("gloo", timeout=timedelta(days=7))
-        dist.barrier()
+@cache
+def _store() -> Store:
+    """Returns a place where the processes leave each other notes.
 
-    def leave(self) -> None:
-        """Ends the talk among processes, once all are here, so that whoever comes next begins its own."""
-        self.wait()
-        if self.count > 1:
-            import torch.distributed as dist
+    Not a process group: training makes the first one. A second in the same store may read the addresses of the first,
+    where nobody listens any more.
+    """
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
-            dist.destroy_process_group()
+    store, _, _ = next(rendezvous("env://"))
+    return PrefixStore("finetune/selection", store)

@@ -40,7 +40,7 @@ def select(
     """Scores the rows of a data set and writes those worth training on, in the form that they came in."""
     settings: Settings = context.obj
     loaded = load_from_arguments(context, recipe)
-    from finetune.cli.launch import launch, leave_processes
+    from finetune.cli.launch import launch
 
     if nproc > 1:
         return launch(nproc, settings)
@@ -53,7 +53,6 @@ def select(
     result = run(loaded, dry_run=dry_run, resume=resume, overwrite=overwrite, console=settings.console())
     if as_json and settings.rank == 0:
         print_json({"status": result.status, "folder": str(result.folder), **result.manifest})
-    leave_processes()
     return result.exit_code
 
 

@@ -39,7 +39,7 @@ def select_for_training(
         return loaded
     if result.exit_code == INTERRUPTED:
         return None
-    Processes.of_environment().leave()
+    Processes.of_environment().wait()  # until the first has written the subset
     sources = recipe.data.train
     subsets = [
         source.model_copy(update=_moved(source, folder.selected / name))
