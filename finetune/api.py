@@ -78,7 +78,9 @@ def _load(base: str | PreTrainedModel, folder: Path, options: dict[str, Any]) ->
         weights = (model.get_parameter(name) for name in learned_names(tensors))
         if any(key.endswith(DELTA) for key in tensors) and not all(weight.is_floating_point() for weight in weights):
             # A quantised weight cannot take a change up: it stays beside.
-            beside = build_method({"name": metadata["method"], **metadata["config"]})
+            config = metadata["config"]
+            several = isinstance(config, list)
+            beside = build_method(config if several else {"name": metadata["method"], **config})
             return _evaluating(beside.attach(model, learned=folder))
         apply_learned_state(model, tensors, metadata, folder)
         return _evaluating(model)
