@@ -77,7 +77,8 @@ def place_tasks(names: Sequence[str], known: Sequence[str], *, unknown: str, dev
                 where="tasks",
                 want=list_choices(known),
                 near=nearest(name, known),
-                fix="a task that was trained, or unknown_task: uniform, which mixes all skills alike",
+                fix="the name of a task that was trained (of a task file: its key `task`), or unknown_task: uniform, "
+                "which mixes all skills alike",
             )
         numbers.append(known.index(name) if name in known else UNKNOWN)
     places = {name: place for place, name in enumerate(different)}

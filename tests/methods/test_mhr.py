@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 
 import finetune
 from finetune.core.errors import CapabilityError, CheckpointError, ConfigError, DataError, TargetError, TrainingError
+from finetune.methods.primitives.calibration import single_examples
 from finetune.methods.primitives.skill_layer import LinearSkills, _mix
 from finetune.methods.primitives.skill_tuner import SkillsConfig, SkillsTuner
 from finetune.methods.primitives.task_routing import gates, mixing_weights
@@ -450,3 +451,8 @@ def test_bad_settings_are_named() -> None:
         mhr(tasks=["a", "a"])
     with pytest.raises(ValueError, match="no name for an adapter"):
         get_peft_model(tiny_llama(), SkillsConfig(**SMALL), adapter_name="mhr")  # type: ignore[call-arg,arg-type]
+
+
+def test_single_examples_keep_their_task() -> None:
+    batch = {"input_ids": ROWS, "labels": ROWS, "tasks": TASKS}
+    assert [row["tasks"] for row in single_examples([batch])] == [["a"], ["b"], ["c"]]
