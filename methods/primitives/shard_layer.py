@@ -132,19 +132,16 @@ class LinearShards(LowRankLayer):
         pools = self.shards_pool_a[adapter], self.shards_pool_b[adapter]
         if torch.is_grad_enabled() or any(pool.requires_grad for pool in pools):
             self._laid_out.clear()
-            shared = self.owner.gathered(adapter, self.shards_groups[adapter])
-            return self._gather(adapter, dtype) if shared is None else self._views(adapter, shared, dtype)
+            shared = self.owner.gathered(adapter, self.shards_groups[adapter], self.shards_places[adapter])
+            if shared is None:
+                return self._gather(adapter, dtype)
+            device = self.shards_index_a[adapter].device
+            return shared[0].to(device=device, dtype=dtype), shared[1].to(device=device, dtype=dtype)
         state = dtype, *((pool.data_ptr(), pool._version) for pool in pools)
         known = self._laid_out.get(adapter)
         if known is None or known[0] != state:
             known = self._laid_out[adapter] = state, self._gather(adapter, dtype)
         return known[1]
-
-    def _views(self, adapter: str, shared: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        place = self.shards_places[adapter]
-        device = self.shards_index_a[adapter].device
-        first, second = (factor[place].to(device=device, dtype=dtype) for factor in shared)
-        return first, second
 
     def _gather(self, adapter: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         r = self.r[adapter]

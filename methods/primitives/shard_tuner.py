@@ -66,7 +66,7 @@ class ShardsConfig(PeftConfig):
     unshared_rank: int = 0
     num_shards_b: int | None = None
     random_scaling: float | None = None
-    gather: str = "layer"
+    gather: str = "model"
     alpha: float = 16
     dropout: float = 0.0
     seed: int = 0
@@ -156,7 +156,7 @@ def _prolora(config: ShardsConfig, group: _Group) -> Plans:
 _PLANS: dict[str, Callable[[ShardsConfig, _Group], Plans]] = {"mos": _mos, "prolora": _prolora, "pure": _pure}
 
 
-_GATHERED: Carried[dict[tuple[str, str], tuple[Tensor, Tensor]]] = Carried("gathered")
+_GATHERED: Carried[dict[tuple[str, str], list[tuple[Tensor, Tensor]]]] = Carried("gathered")
 
 
 class ShardsTuner(BaseTuner):
@@ -272,13 +272,14 @@ class ShardsTuner(BaseTuner):
         """Runs the model."""
         self.seen_outside_backward = False
         whole = [name for name in self.active_adapters if cast(Any, self.peft_config[name]).gather == "model"]
-        if not (whole and self.training and torch.is_grad_enabled()):
+        # A compiler fuses the small kernels itself, and could not see through what is carried.
+        if not (whole and self.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         with _GATHERED.during(self.model, self._gather(whole)):
             return super().forward(*args, **kwargs)
 
-    def _gather(self, adapters: Sequence[str]) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
-        """Returns by adapter and group A (layers, r, a) and B^T (layers, r, b), laid out at once."""
+    def _gather(self, adapters: Sequence[str]) -> dict[tuple[str, str], list[tuple[Tensor, Tensor]]]:
+        """Returns by adapter and group the factors of its layers, in their order."""
         layers = [layer for layer in self.modules() if isinstance(layer, LinearShards)]
         found = {}
         for adapter in adapters:
@@ -287,17 +288,19 @@ class ShardsTuner(BaseTuner):
                 found[adapter, group] = _gather_group(own, adapter)
         return found
 
-    def gathered(self, adapter: str, group: str) -> tuple[Tensor, Tensor] | None:
-        """Returns what was laid out for a group when the pass began, or None where each layer does that for itself.
+    def gathered(self, adapter: str, group: str, place: int) -> tuple[Tensor, Tensor] | None:
+        """Returns what was laid out for a layer when the pass began, or None where each layer does that for itself.
 
         Reentrant recomputation goes through the graph of each part by itself, so there is none to share.
         """
-        every = _GATHERED.get() or {}
-        found = every.get((adapter, group))
-        if found is not None and found[0].requires_grad and not torch.is_grad_enabled():
+        every = {} if torch.compiler.is_compiling() else _GATHERED.get() or {}
+        if (adapter, group) not in every:
+            return None
+        factors = every[adapter, group][place]
+        if factors[0].requires_grad and not torch.is_grad_enabled():
             every.clear()
             return None
-        return found
+        return factors
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -326,18 +329,23 @@ class ShardsTuner(BaseTuner):
                 handle.remove()
 
 
-def _gather_group(layers: list[LinearShards], adapter: str) -> tuple[Tensor, Tensor]:
+def _gather_group(layers: list[LinearShards], adapter: str) -> list[tuple[Tensor, Tensor]]:
+    """Returns A (r, a) and B^T (r, b) of each layer of a group, from one lookup for each factor."""
     r = layers[0].r[adapter]
     pairs = (
         (layers[0].shards_pool_a[adapter], [layer.shards_index_a[adapter] for layer in layers]),
         (layers[0].shards_pool_b[adapter], [layer.shards_index_b[adapter] for layer in layers]),
     )
     dtype = product_dtype(cast(Tensor, layers[0].get_base_layer().weight))
+    # Unbound, the gradients of all layers are put together in one go; indexing would write each among zeros.
     first, second = (
-        F.embedding(torch.stack([index.to(pool.device) for index in indices]), pool).view(len(layers), r, -1).to(dtype)
+        F.embedding(torch.stack([index.to(pool.device) for index in indices]), pool)
+        .view(len(layers), r, -1)
+        .to(dtype)
+        .unbind()
         for pool, indices in pairs
     )
-    return first, second
+    return list(zip(first, second, strict=True))
 
 
 SHARDS = register_tuner("shards", ShardsConfig, ShardsTuner)

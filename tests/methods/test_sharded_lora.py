@@ -59,7 +59,7 @@ class TestWorkedExample:
         class Owner(nn.Module):
             seen_outside_backward = False
 
-            def gathered(self, adapter: str, group: str) -> None:
+            def gathered(self, adapter: str, group: str, place: int) -> None:
                 return None
 
         owner = Owner()
@@ -296,6 +296,20 @@ def test_laid_out_for_the_whole_model_at_once_the_gradients_are_the_same(
     tolerance = {"atol": 1e-6, "rtol": 1e-5} if dtype is torch.float64 else {"atol": 1e-2, "rtol": 2e-2}
     for name, gradient in found[0].items():
         assert torch.allclose(found[1][name], gradient, **tolerance), name
+
+
+@pytest.mark.parametrize("gather", ["layer", "model"])
+def test_it_compiles_without_a_graph_break(gather: str) -> None:
+    model = train(mos(gather=gather), steps=1).train()
+    expected = model(input_ids=ROWS, labels=ROWS).loss
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    loss = torch.compile(model, backend="eager", fullgraph=True)(input_ids=ROWS, labels=ROWS).loss
+    loss.backward()
+    assert torch.allclose(loss, expected, atol=1e-6)
+    for name, gradient in gradients.items():
+        assert torch.allclose(model.get_parameter(name).grad, gradient, atol=1e-6), name
 
 
 def test_factors_are_kept_in_evaluation_until_the_pools_change() -> None:
