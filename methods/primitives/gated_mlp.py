@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from finetune.methods.primitives.projections import in_features
-from finetune.methods.primitives.weight_slice import COLUMNS, WeightSlice, oriented_weight
+from finetune.methods.primitives.weight_slice import COLUMNS, WeightSlice, oriented_weight, slice_gradient
 
 __all__ = ["can_fuse", "fuse_gated_mlp", "unfuse_gated_mlp"]
 
@@ -47,7 +47,7 @@ class _GatedDown(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             product_TK = F.silu(gate_TF.index_select(-1, index_K)) * up_TF.index_select(-1, index_K)
             flat_TM = grad_TM.reshape(-1, grad_TM.shape[-1])
-            grad_columns = (flat_TM.t() @ product_TK.reshape(flat_TM.shape[0], -1)).to(ctx.columns_dtype)
+            grad_columns = slice_gradient(flat_TM, product_TK.reshape(len(flat_TM), -1)).to(ctx.columns_dtype)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             grad_TF = grad_TM @ weight_MF
             sigmoid_TF = torch.sigmoid(gate_TF)

