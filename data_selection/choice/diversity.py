@@ -23,12 +23,13 @@ class SimilarityFilter:
         self._vectors, self._threshold = vectors_ND, threshold
         self._nearest = np.full(len(vectors_ND), -np.inf, dtype=np.float32)
 
-    def __call__(self, position: int) -> str:
-        """Returns why the row at ``position`` is not chosen, or nothing and counts it as chosen."""
-        if self._nearest[position] > self._threshold:
-            return "too similar to a row that ranks higher"
+    def refuses(self, position: int) -> str:
+        """Returns why the row at ``position`` is not to be chosen, or nothing."""
+        return "too similar to a row that ranks higher" if self._nearest[position] > self._threshold else ""
+
+    def take(self, position: int) -> None:
+        """Counts the row at ``position`` as chosen."""
         np.maximum(self._nearest, self._vectors @ self._vectors[position], out=self._nearest)
-        return ""
 
 
 def farthest_first(vectors_ND: NDArray[np.float32], first: int = 0) -> list[int]:

@@ -24,7 +24,7 @@ from finetune.data_selection.choice.duplicates import (
     near_clusters,
     normalized_text,
 )
-from finetune.data_selection.choice.rules import Candidate, Refuse, choose
+from finetune.data_selection.choice.rules import Candidate, Rule, choose
 from finetune.data_selection.engine.embeddings import unpacked
 from finetune.environment import toolkit_version
 from finetune.selection.folder import SelectionFolder
@@ -104,22 +104,22 @@ def select_rows(
         Candidate(place, examples[place].key, score, examples[place].tokens, plan.source_of(examples[place]))
         for place, score in scores.items()
     ]
-    chosen, left_out = choose(candidates, plan.limits, direction=plan.direction, refuse=_refusal(plan, vectors))
+    chosen, left_out = choose(candidates, plan.limits, direction=plan.direction, rules=_rules(plan, vectors))
     return Selection(plan, measured, scores, chosen, left_out)
 
 
-def _refusal(plan: SelectionPlan, vectors: Sequence[Sequence[Evidence] | Unscored] | None) -> Refuse:
-    """Returns the rules that look at the rows chosen before, as one."""
+def _rules(plan: SelectionPlan, vectors: Sequence[Sequence[Evidence] | Unscored] | None) -> list[Rule]:
+    """Returns the rules that look at the rows chosen before."""
     section = plan.recipe.select
     texts = [normalized_text(example) for example in plan.pool.examples] if section.duplicates != "keep" else []
-    rules: list[Refuse] = []
+    rules: list[Rule] = []
     if section.duplicates == "exact":
         rules.append(DuplicateFilter(exact_clusters(texts)))
     elif section.duplicates == "near":
         rules.append(DuplicateFilter(near_clusters(texts, section.duplicate_threshold)))
     if section.diversity is not None and vectors is not None:
         rules.append(SimilarityFilter(_matrix(vectors), section.diversity))
-    return lambda position: next((reason for rule in rules if (reason := rule(position))), "")
+    return rules
 
 
 def _matrix(vectors: Sequence[Sequence[Evidence] | Unscored]) -> NDArray[np.float32]:

@@ -67,7 +67,12 @@ def test_queries_take_turns() -> None:
 def test_a_row_close_to_any_chosen_one_is_refused() -> None:
     angles = np.radians([0, 5, 40, 44])
     rule = SimilarityFilter(np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32), 0.99)
-    assert [bool(rule(position)) for position in range(4)] == [False, True, False, True]
+    refused = []
+    for position in range(4):
+        refused.append(bool(rule.refuses(position)))
+        if not refused[-1]:
+            rule.take(position)
+    assert refused == [False, True, False, True]
 
 
 def scores(scorer: Any, rater: Rater, pool: Any) -> list[float]:
