@@ -248,6 +248,7 @@ def _manifest(selection: Selection) -> dict[str, Any]:
         "tokens": {"pool": selection.tokens(), "kept": selection.tokens(selection.chosen)},
         "score": {"pool": _spread(selection.values()), "kept": _spread(selection.values(selection.chosen))},
         "length_correlation": _length_correlation(selection),
+        "spent": scorer.spent(selection.measured),
     }
 
 
