@@ -1,10 +1,10 @@
 """Does a selection help? ``finetune select --compare`` on real data: a quarter of a pool, chosen in several ways.
 
 The pool is a uniform draw from Alpaca. LoRA (r = 8, all linear layers) trains the bundled model for one pass over what
-each scorer keeps, and over all rows; every model, the untouched one too, is measured by its loss on the answers of two
-sets that nobody selected from: Alpaca rows that a judge rated 4.5 or more and that are not in the pool, and rows of
-Dolly, which people wrote. ``random`` with three seeds shows what chance does: a scorer helps where it is below the
-lowest of those.
+each scorer keeps, and over all rows; every model, the untouched one too, is measured by its perplexity on the answers
+of two sets that nobody selected from: Alpaca rows that a judge rated 4.5 or more and that are not in the pool, and rows
+of Dolly, which people wrote. ``random`` with three seeds shows what chance does: a scorer helps where it is below the
+lowest of those. Subsets have the same number of rows, so those with longer answers have more tokens to learn from.
 
 Needs ``../shared/data``. Run: python benchmarks/selection_helps.py [--quick] [--json PATH]
 """
@@ -75,12 +75,17 @@ def recipe(folder: Path) -> dict[str, Any]:
 
 
 def claims_of(rows: Sequence[Mapping[str, Any]]) -> list[Claim]:
-    """Returns the losses of every entry; the baseline is the lowest of the random ones."""
-    found = {(row["name"], one["task"]): one["value"] for row in rows for one in row["results"]}
+    """Returns the perplexities of every entry; the baseline is the lowest of the random ones."""
+    found = {
+        (row["name"], one["task"]): one["value"]
+        for row in rows
+        for one in row["results"]
+        if one["metric"] == "perplexity"
+    }
     claims = []
-    for (name, task), loss in found.items():
+    for (name, task), perplexity in found.items():
         chance = [value for (other, where), value in found.items() if where == task and other.startswith("random")]
-        claims.append(Claim(f"{name}/loss_{task}".replace(" ", "_"), loss, "nats", "", min(chance)))
+        claims.append(Claim(f"{name}/perplexity_{task}".replace(" ", "_"), perplexity, "", "", min(chance)))
     return claims
 
 

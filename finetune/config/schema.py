@@ -8,12 +8,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from finetune.data_selection.chat.config import ChatConfig
+
 __all__ = [
     "DataSection",
     "EngineSection",
     "EvalSection",
     "ModelSection",
     "Recipe",
+    "ReflectSection",
     "SearchSection",
     "Section",
     "SelectSection",
@@ -224,6 +227,21 @@ class SelectSection(Section):
     )
 
 
+class ReflectSection(Section, ChatConfig):
+    """Who rewrites rows for `finetune reflect`, and which versions are kept."""
+
+    model: str | None = Field(
+        default=None,
+        description="The teacher: a name at the endpoint, or as model.name_or_path; null: the model itself.",
+    )
+    max_new_tokens: int = Field(default=2048, ge=1, description="Longest reflection, in tokens.")
+    metric: Literal["ppl", "loss"] = Field(default="ppl", description="Form of IFD and r-IFD, as of the scorer ifd.")
+    keep: Literal["improved", "all"] = Field(
+        default="improved",
+        description="improved: rows whose answer the teacher made better; all: also those where another version won.",
+    )
+
+
 def name_methods(value: Any) -> Any:
     """Returns a method section with ``{name: ...}`` for each bare name, alone or in a list."""
     if isinstance(value, list):
@@ -247,6 +265,9 @@ class Recipe(Section):
     search: SearchSection = Field(default=SearchSection(), description="How `finetune search` finds what to train.")
     select: SelectSection = Field(
         default=SelectSection(), description="What `finetune select` scores rows by, and which it keeps."
+    )
+    reflect: ReflectSection = Field(
+        default=ReflectSection(), description="Who rewrites rows for `finetune reflect`, and which versions it keeps."
     )
     output_dir: str = Field(min_length=1, description="Folder of the run.")
     seed: int = Field(default=42, ge=0, description="Seed of everything random.")

@@ -13,10 +13,12 @@ from finetune.data_selection.pool import Example, Pool, load_pool
 from finetune.models import load_tokenizer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from finetune.config.load import LoadedRecipe
     from finetune.config.schema import Recipe
 
-__all__ = ["SelectionPlan", "make_plan"]
+__all__ = ["SelectionPlan", "make_plan", "read_rows"]
 
 _LIMITS = ("fraction", "top", "budget", "threshold")
 
@@ -54,10 +56,27 @@ def make_plan(loaded: LoadedRecipe) -> SelectionPlan:
         RegistryError: The scorer is unknown.
     """
     recipe = loaded.recipe
-    section, data = recipe.select, recipe.data
+    section = recipe.select
     _check_limits(loaded)
-    _check_sources(loaded)
     scorer = build_scorer(section.scorer)
+    pool, tokenizer = read_rows(loaded)
+    _check_source_column(loaded, pool)
+    scorer.check(pool.examples, tokenizer)
+    limits = Limits(section.top, section.fraction, section.budget, section.threshold, section.per_source)
+    direction = scorer.direction if section.keep == "auto" else section.keep
+    return SelectionPlan(recipe, pool, scorer, limits, direction)
+
+
+def read_rows(loaded: LoadedRecipe) -> tuple[Pool, PreTrainedTokenizerBase]:
+    """Returns the rows of a recipe's sources, and the tokenizer that they are rendered with.
+
+    Raises:
+        ConfigError: A source is there twice, or has a weight.
+        DataError: The rows cannot be read.
+    """
+    recipe = loaded.recipe
+    data = recipe.data
+    _check_sources(loaded)
     tokenizer = load_tokenizer(
         recipe.model.name_or_path,
         revision=recipe.model.revision,
@@ -76,11 +95,7 @@ def make_plan(loaded: LoadedRecipe) -> SelectionPlan:
         on_error=data.on_error,
         max_dropped=data.max_dropped,
     )
-    _check_source_column(loaded, pool)
-    scorer.check(pool.examples, tokenizer)
-    limits = Limits(section.top, section.fraction, section.budget, section.threshold, section.per_source)
-    direction = scorer.direction if section.keep == "auto" else section.keep
-    return SelectionPlan(recipe, pool, scorer, limits, direction)
+    return pool, tokenizer
 
 
 def _check_limits(loaded: LoadedRecipe) -> None:
