@@ -210,6 +210,10 @@ class SelectSection(Section):
         default="keep",
         description="Of rows that say the same, the one that ranks highest is kept; near: almost the same, by MinHash.",
     )
+    decontaminate: list[str] = Field(
+        default=[], description="Evaluation data, as data.train names it: rows that share a run of words with it go."
+    )
+    decontaminate_words: int = Field(default=13, ge=2, description="Words of such a run.")
     diversity: float | None = Field(
         default=None,
         ge=-1,

@@ -8,7 +8,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -101,11 +101,25 @@ def select_rows(
     found = plan.scorer.score_pool([examples[place] for place in places], evidence)
     scores = dict(zip(places, found, strict=True))
     candidates = [
-        Candidate(place, examples[place].key, score, examples[place].tokens, plan.source_of(examples[place]))
+        Candidate(
+            place,
+            examples[place].key,
+            _uncontaminated(plan, examples[place], score),
+            examples[place].tokens,
+            plan.source_of(examples[place]),
+        )
         for place, score in scores.items()
     ]
     chosen, left_out = choose(candidates, plan.limits, direction=plan.direction, rules=_rules(plan, vectors))
     return Selection(plan, measured, scores, chosen, left_out)
+
+
+def _uncontaminated(plan: SelectionPlan, example: Example, score: Score) -> Score:
+    """Returns the score, of a row that shares words with evaluation data with that as the reason not to keep it."""
+    row = example.conversation
+    said = [message.content for message in row.messages] or [row.text]
+    reason = plan.contamination(said) if plan.contamination is not None else ""
+    return replace(score, excluded=reason) if reason else score
 
 
 def _rules(plan: SelectionPlan, vectors: Sequence[Sequence[Evidence] | Unscored] | None) -> list[Rule]:

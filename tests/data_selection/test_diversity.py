@@ -12,7 +12,7 @@ import torch
 
 from finetune.core.errors import ConfigError
 from finetune.data_selection import build_scorer
-from finetune.data_selection.choice.diversity import SimilarityFilter, farthest_first, round_robin
+from finetune.data_selection.choice.diversity import SimilarityFilter, farthest_first, lazy_greedy, round_robin
 from finetune.data_selection.engine.embeddings import embed, packed, position_weighted_mean, unpacked
 from finetune.data_selection.engine.rater import Rater
 from support.pools import PAIRS, examples
@@ -57,6 +57,39 @@ class TestFarthestFirst:
             left = [place for place in range(50) if place not in order]
             order.append(max(left, key=lambda place: min(np.linalg.norm(vectors[place] - vectors[at]) for at in order)))
         assert farthest_first(vectors) == order
+
+
+class TestFacilityLocation:
+    def test_the_worked_example(self) -> None:
+        places = np.array([0, 1, 5, 6, 10])
+        similarity = 1 - np.abs(places[:, None] - places) / 10
+        order = lazy_greedy(5, lambda place: similarity[place], least=0.0)
+        assert order[:2] == [2, 0]  # 5, then 0
+        assert similarity[:, order[:2]].max(1).sum() == pytest.approx(4.3)
+
+    def test_is_naive_greedy_and_never_falls(self) -> None:
+        vectors = np.random.default_rng(3).normal(size=(40, 4))
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        similarity = vectors @ vectors.T
+        order = lazy_greedy(40, lambda place: similarity[place], least=-1.0)
+        values = []
+        for picked, place in enumerate(order):
+            covered = {other: similarity[:, [*order[:picked], other]].max(1).sum() for other in order[picked:]}
+            # Two rows that are nearest to each other add the same, and rounding decides between them.
+            assert covered[place] >= max(covered.values()) - 1e-9
+            values.append(covered[place])
+        assert values == sorted(values)
+
+    def test_ranks_a_pool_whatever_its_order(self, rater: Rater) -> None:
+        scorer = build_scorer({"name": "facility_location"})
+        by_key = []
+        for rows in (PAIRS, PAIRS[::-1]):
+            pool = examples(rater.tokenizer, rows)
+            evidence: Any = [[row] for row in scorer.measure(rater, pool)]
+            scores = scorer.score_pool(pool, evidence)
+            by_key.append({example.key: score.value for example, score in zip(pool, scores, strict=True)})
+        assert by_key[0] == by_key[1]
+        assert sorted(by_key[0].values()) == pytest.approx([(place + 1) / len(PAIRS) for place in range(len(PAIRS))])
 
 
 def test_queries_take_turns() -> None:
