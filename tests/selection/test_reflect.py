@@ -210,3 +210,10 @@ def test_a_system_message_stays(workshop: Path) -> None:
     row = replace(row, messages=(Message("system", "Be brief."), *row.messages))
     found = versions(row, {"versions": {"both": ["Q2", "A2"]}})
     assert found["both"] == (Message("system", "Be brief."), Message("user", "Q2"), Message("assistant", "A2"))
+
+
+@pytest.mark.real
+def test_the_shipped_recipe_passes_a_dry_run(tmp_path: Path) -> None:
+    loaded = load_recipe(["reflect/selective"], [f"output_dir={tmp_path / 'out'}"])
+    assert reflect(loaded, dry_run=True).status == "planned"
+    assert not (tmp_path / "out").exists()
