@@ -47,6 +47,7 @@ class TestArithmetic:
         assert model_level([1.2, 0.9, 1.5], weights) == pytest.approx(1.39)
         assert model_level([1.5, 1.5, 1.2], weights) == pytest.approx(1.266667, abs=1e-6)
         assert model_level([1.2, 0.9, 1.5], [7 / 20, 13 / 20, 70 / 90]) == pytest.approx(2.171667, abs=1e-6)
+        assert model_level([1.5, 1.5, 1.2], [7 / 20, 13 / 20, 70 / 90]) == pytest.approx(2.433333, abs=1e-6)
 
     def test_the_second_softmax_of_the_code_turns_a_ranking_round(self) -> None:
         first, second = [0.1, 0.1, 0.1, 0.1, 0.6], [0.0775, 0.0775, 0.0775, 0.69, 0.0775]
