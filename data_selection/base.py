@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
@@ -54,10 +54,12 @@ class Unscored:
     Attributes:
         reason: A short reason that rows share, to count by.
         detail: What is special to this row.
+        evidence: What was measured nevertheless, such as what it cost.
     """
 
     reason: str
     detail: str = ""
+    evidence: Evidence = field(default_factory=dict)
 
 
 Measured: TypeAlias = "Evidence | Unscored"
@@ -178,6 +180,10 @@ class Scorer:
 
     def about(self) -> dict[str, Any]:
         """Returns what the manifest says of the scorer besides its name and config."""
+        return {}
+
+    def spent(self, measured: Sequence[Sequence[Evidence] | Unscored]) -> dict[str, Any]:
+        """Returns what measuring cost where somebody counts it, also on rows without a score; for the manifest."""
         return {}
 
     def diagnose(self, evidence: Sequence[Sequence[Evidence]]) -> list[str]:

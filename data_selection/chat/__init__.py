@@ -1,1 +1,1 @@
-"""Models that answer in words: endpoints that speak the OpenAI protocol."""
+"""Models that answer in words: on this machine, or behind endpoints that speak the OpenAI protocol."""

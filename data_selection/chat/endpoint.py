@@ -8,38 +8,24 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import ConfigError
 from finetune.data.records import Message
 from finetune.data_selection.base import Unscored
+from finetune.data_selection.chat.answer import Answer
+from finetune.data_selection.chat.cache import AnswerCache, request_key
 from finetune.data_selection.engine.failures import NO_ANSWER
 
 if TYPE_CHECKING:
     from httpx2 import Response
 
-__all__ = ["Answer", "Endpoint"]
+__all__ = ["Endpoint"]
 
 _TRY_AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _WRONG_ADDRESS = {401: "the key is not accepted", 403: "the key is not accepted", 404: "there is no such model or path"}
 _LONGEST_WAIT = 60.0
 """Seconds between two attempts, at most."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the model wrote.
-
-    Attributes:
-        text: The text.
-        prompt_tokens: Tokens that it read, as the endpoint counts them; 0 where it does not say.
-        new_tokens: Tokens that it wrote.
-    """
-
-    text: str
-    prompt_tokens: int
-    new_tokens: int
 
 
 class Endpoint:
@@ -54,6 +40,8 @@ class Endpoint:
         per_minute: Requests per minute, at most; None is no limit.
         parallel: Requests under way at a time.
         first_wait: Seconds before the second attempt; doubled before each further one, and shortened by chance.
+        cache: Answers that were given before; None asks anew.
+        section: What of the recipe is about the endpoint, for messages.
     """
 
     def __init__(
@@ -67,6 +55,8 @@ class Endpoint:
         per_minute: int | None = None,
         parallel: int = 8,
         first_wait: float = 1.0,
+        cache: AnswerCache | None = None,
+        section: str = "select.scorer",
     ) -> None:
         import httpx2
 
@@ -75,6 +65,7 @@ class Endpoint:
         self._client = httpx2.Client(headers=headers, timeout=timeout)
         self._url, self._model, self._key_variable = f"{url.rstrip('/')}/chat/completions", model, key_variable
         self._attempts, self._parallel, self._first_wait = attempts, parallel, first_wait
+        self._cache, self._section = cache, section
         self._gap = 60 / per_minute if per_minute else 0.0
         self._next, self._lock = 0.0, threading.Lock()
 
@@ -88,14 +79,25 @@ class Endpoint:
             return list(pool.map(lambda turns: self._ask(turns, max_new_tokens), conversations))
 
     def _ask(self, turns: Sequence[Message], max_new_tokens: int) -> Answer | Unscored:
-        import httpx2
-
         asked = {
             "model": self._model,
             "messages": [{"role": turn.role, "content": turn.content} for turn in turns],
             "temperature": 0,
             "max_tokens": max_new_tokens,
         }
+        key = request_key(self._url, asked)
+        known = None if self._cache is None else self._cache.get(key)
+        if known is not None:
+            return known
+        answer = self._request(asked)
+        if self._cache is not None and isinstance(answer, Answer):
+            self._cache.put(key, answer)
+        return answer
+
+    def _request(self, asked: dict[str, Any]) -> Answer | Unscored:
+        """Asks until there is an answer, or until attempts run out."""
+        import httpx2
+
         why = ""
         for attempt in range(self._attempts):
             self._wait_for_turn()
@@ -115,9 +117,9 @@ class Endpoint:
         if response.status_code in _WRONG_ADDRESS:
             raise ConfigError(
                 f"the endpoint refuses to answer: {_WRONG_ADDRESS[response.status_code]}",
-                where="select.scorer.endpoint",
+                where=f"{self._section}.endpoint",
                 got=f"HTTP {response.status_code} from {self._url}, model {self._model}",
-                fix=f"the key in ${self._key_variable}, select.scorer.model, or the address up to /v1",
+                fix=f"the key in ${self._key_variable}, {self._section}.model, or the address up to /v1",
             )
         if response.status_code != 200:
             return Unscored("the endpoint refused the row", f"HTTP {response.status_code}: {response.text[:80]}")

@@ -84,10 +84,10 @@ class DuplicateFilter:
         self._clusters = clusters
         self._taken: set[int] = set()
 
-    def __call__(self, position: int) -> str:
-        """Returns why the row at ``position`` is not chosen, or nothing and counts it as chosen."""
-        cluster = self._clusters[position]
-        if cluster in self._taken:
-            return "the same as a row that ranks higher"
-        self._taken.add(cluster)
-        return ""
+    def refuses(self, position: int) -> str:
+        """Returns why the row at ``position`` is not to be chosen, or nothing."""
+        return "the same as a row that ranks higher" if self._clusters[position] in self._taken else ""
+
+    def take(self, position: int) -> None:
+        """Counts the row at ``position`` as chosen."""
+        self._taken.add(self._clusters[position])

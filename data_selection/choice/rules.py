@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from finetune.core.errors import DataError
 from finetune.data_selection.base import Direction, Score
 from finetune.data_selection.choice.quotas import balanced_quotas, proportional_quotas
 
-__all__ = ["Candidate", "Limits", "Refuse", "choose", "rank"]
+__all__ = ["Candidate", "Limits", "Rule", "choose", "rank"]
 
-Refuse = Callable[[int], str]
-"""Given the position of the next row to be chosen, says why it is not, or nothing and remembers it as chosen."""
+
+class Rule(Protocol):
+    """A rule that looks at the rows chosen before.
+
+    To refuse and to take are two steps: a row that another rule refuses is not chosen, so it must not count here.
+    """
+
+    def refuses(self, position: int) -> str:
+        """Returns why the row at ``position`` is not to be chosen, or nothing; changes nothing."""
+
+    def take(self, position: int) -> None:
+        """Counts the row at ``position`` as chosen."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ def choose(
     limits: Limits,
     *,
     direction: Direction,
-    refuse: Refuse = lambda position: "",
+    rules: Sequence[Rule] = (),
 ) -> tuple[list[int], dict[int, str]]:
     """Returns the positions of the rows that are kept, the best first, and why each other one is not.
 
@@ -90,7 +100,7 @@ def choose(
         candidates: All rows that have a score.
         limits: How many.
         direction: Which end of the scores is kept.
-        refuse: Asked in order of rank about each row that would be chosen, for rules that look at those chosen before.
+        rules: Asked in order of rank about each row that would be chosen.
 
     Raises:
         DataError: No row is kept.
@@ -108,11 +118,13 @@ def choose(
         elif quotas is not None and not quotas[one.source]:
             reason = "its source has its quota"
         else:
-            reason = refuse(one.position)
+            reason = next((why for rule in rules if (why := rule.refuses(one.position))), "")
         if reason:
             left_out[one.position] = reason
             continue
         chosen.append(one.position)
+        for rule in rules:
+            rule.take(one.position)
         tokens = None if tokens is None else tokens - one.tokens
         if quotas is not None:
             quotas[one.source] -= 1

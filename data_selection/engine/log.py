@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from finetune.data_selection.base import Measured, Unscored
 
@@ -75,8 +76,8 @@ def _whole_lines(content: bytes) -> bytes:
 
 
 def _plain(row: Measured) -> object:
-    return [row.reason, row.detail] if isinstance(row, Unscored) else row
+    return [row.reason, row.detail, row.evidence] if isinstance(row, Unscored) else row
 
 
-def _measured(row: Mapping[str, object] | Sequence[str]) -> Measured:
+def _measured(row: Mapping[str, Any] | Sequence[Any]) -> Measured:
     return row if isinstance(row, Mapping) else Unscored(*row)

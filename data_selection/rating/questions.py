@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Question", "Questions"]
+__all__ = ["Question", "Questions", "Turns"]
+
+Turns = Literal["joint", "mean", "last"]
+"""Of several turns: all as one pair, each as a pair of its own, or the last question and answer alone."""
 
 _CUT = " … "
 
@@ -58,12 +61,13 @@ class Questions:
         *,
         scale: int,
         variants: Variants,
-        turns: Literal["joint", "last"],
+        turns: Turns,
     ) -> None:
         self._tokenizer, self._form, self._prompts, self._turns = tokenizer, form, prompts, turns
         # A chat template has its special tokens in its text.
         self._special = not form.chat
-        contexts = [form.text(prompt, self._exchange(probe), tokenizer) for probe in probes for prompt in prompts]
+        pairs = [pair for probe in probes for pair in self._exchanges(probe)]
+        contexts = [form.text(prompt, pair, tokenizer) for pair in pairs for prompt in prompts]
         self._ratings = resolve_rating_tokens(tokenizer, contexts, scale, variants=variants, special=self._special)
 
     @property
@@ -78,8 +82,8 @@ class Questions:
         parts = torch.split(log_p_NI, [len(ids) for ids in self._ratings.ids], dim=1)
         return torch.stack([part.logsumexp(1) for part in parts], dim=1)
 
-    def of(self, example: Example, limit: int | None) -> Question:
-        """Returns the sequences for one example, none longer than ``limit`` tokens.
+    def of(self, example: Example, limit: int | None) -> list[Question]:
+        """Returns one question, or with ``turns: mean`` one per turn, with sequences of at most ``limit`` tokens.
 
         Where the example does not fit, the middle of its answer is left out, and then that of its instruction; the
         prompt and the cue always stay.
@@ -87,7 +91,9 @@ class Questions:
         Raises:
             UnscorableError: They do not fit by themselves.
         """
-        exchange = self._exchange(example)
+        return [self._about(pair, limit) for pair in self._exchanges(example)]
+
+    def _about(self, exchange: Exchange, limit: int | None) -> Question:
         tokens = self._tokens(exchange)
         over = 0 if limit is None else max(map(len, tokens)) - limit
         if over <= 0:
@@ -106,13 +112,15 @@ class Questions:
             left_out += max(1, over)
         return Question(tokens, truncated=True)
 
-    def _exchange(self, example: Example) -> Exchange:
-        exchanges = example.exchanges
+    def _exchanges(self, example: Example) -> list[Exchange]:
+        exchanges = list(example.exchanges)
+        if self._turns == "mean":
+            return exchanges
         if self._turns == "last" or len(exchanges) == 1:
-            return exchanges[-1]
+            return exchanges[-1:]
         # Later turns carry the labels of the first one, which the form puts before the whole.
         later = "".join(f"\nInstruction:{turn.instruction}\nResponse:{turn.answer}" for turn in exchanges[1:])
-        return Exchange(exchanges[0].instruction, exchanges[0].answer + later)
+        return [Exchange(exchanges[0].instruction, exchanges[0].answer + later)]
 
     def _tokens(self, exchange: Exchange) -> list[list[int]]:
         texts = [self._form.text(prompt, exchange, self._tokenizer) for prompt in self._prompts]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,19 +33,6 @@ class RdsPlusConfig(ScorerConfig):
         json_schema_extra=FILE,
     )
     target_rows: int = Field(default=200, ge=1, description="Rows of it that are used, the first ones.")
-
-
-@dataclass(frozen=True)
-class _Target:
-    """The target as a data source."""
-
-    path: str
-    split: str | None = None
-    weight: float = 1.0
-    format: str | None = None
-    subset: str | None = None
-    columns: Mapping[str, str] | None = None
-    task: str | None = None
 
 
 @register("rds_plus")
@@ -83,11 +69,9 @@ class RdsPlus(Scorer):
         self._read(tokenizer)
 
     def _read(self, tokenizer: PreTrainedTokenizerBase) -> Sequence[Example]:
-        from finetune.data.load import load_conversations
-        from finetune.data_selection.pool import pool_of
+        from finetune.data_selection.target import read_target
 
-        conversations, _ = load_conversations([_Target(self.config.target)])
-        return pool_of(conversations[: self.config.target_rows], tokenizer, truncation="right").examples
+        return read_target(self.config.target, self.config.target_rows, tokenizer)
 
     def begin(self, rater: Rater, pool: Sequence[Example]) -> None:
         """Embeds the target."""

@@ -62,8 +62,9 @@ class SelectItConfig(ScorerConfig):
     digit_variants: Literal["strict", "merge"] = Field(
         default="strict", description="merge: a rating after a space counts as well, where that is another token."
     )
-    turns: Literal["joint", "last"] = Field(
-        default="joint", description="Of several turns: all of them as one pair, or the last question and answer."
+    turns: Literal["joint", "mean", "last"] = Field(
+        default="joint",
+        description="Of several turns: all of them as one pair, the mean of the scores of each, or the last one.",
     )
 
 
@@ -113,7 +114,7 @@ class SelectIt(Scorer):
         from finetune.data_selection.engine.prefixes import can_share
 
         self._questions = self._ask(rater.tokenizer, pool)
-        probes = [self._questions.of(example, rater.context).tokens for example in pool[:2]]
+        probes = [question.tokens for example in pool[:2] for question in self._questions.of(example, rater.context)]
         self._shares = can_share(rater, probes)
         self._parameters = rater.model.num_parameters()
 
@@ -142,7 +143,8 @@ class SelectIt(Scorer):
         """Returns per row the log-probability of each rating after each prompt, and what diagnoses need."""
         from finetune.data_selection.engine.prefixes import last_hidden
 
-        asked = [self._questions.of(example, rater.context) for example in batch]
+        by_row = [self._questions.of(example, rater.context) for example in batch]
+        asked = [question for questions in by_row for question in questions]
         grid = [question.tokens for question in asked]
         # What the texts of a family have in common is computed once: the example, or else the prompt.
         across = self.config.order == "official"
@@ -151,15 +153,19 @@ class SelectIt(Scorer):
         found = rater.next_tokens(hidden_ND, self._questions.rating_ids)
         log_p_NK = self._questions.merged(found.log_probabilities).tolist()
         is_rating_N = [token in self._questions.rating_ids for token in found.likeliest.tolist()]
+        count = self.config.num_prompts
+        places = iter(
+            [number + at * len(asked) if across else number * count + at for at in range(count)]
+            for number in range(len(asked))
+        )
         measured: list[Measured] = []
-        for row, question in enumerate(asked):
-            count = len(question.tokens)
-            places = [row + at * len(batch) if across else row * count + at for at in range(count)]
+        for questions in by_row:
+            own = [place for _ in questions for place in next(places)]
             measured.append(
                 {
-                    "log_p": [log_p_NK[place] for place in places],
-                    "likeliest_is_rating": sum(is_rating_N[place] for place in places) / count,
-                    "truncated": question.truncated,
+                    "log_p": [log_p_NK[place] for place in own],
+                    "likeliest_is_rating": sum(is_rating_N[place] for place in own) / len(own),
+                    "truncated": any(question.truncated for question in questions),
                     "parameters": self._parameters,
                 }
             )
@@ -170,12 +176,11 @@ class SelectIt(Scorer):
         config = self.config
         sizes = [found["parameters"] for found in evidence]
         weights = [size / sum(sizes) for size in sizes] if config.weights is None else config.weights
-        by_model = [
-            sentence_level(
-                [token_level(rating_shares(log_p), config.normalization) for log_p in found["log_p"]], config.alpha
-            )
-            for found in evidence
-        ]
+        by_model = []
+        for found in evidence:
+            levels = [token_level(rating_shares(log_p), config.normalization) for log_p in found["log_p"]]
+            turns = [levels[at : at + config.num_prompts] for at in range(0, len(levels), config.num_prompts)]
+            by_model.append(statistics.fmean(sentence_level(turn, config.alpha) for turn in turns))
         return Score(model_level(by_model, weights))
 
     def fingerprint(self) -> dict[str, Any]:

@@ -202,6 +202,9 @@ def _absolute_paths(data: dict[str, Any], configs: Sequence[BaseModel], scorer: 
     for sources in (data["data"]["train"], data["data"]["eval"], data["data"]["calibration"]):
         for source in sources if isinstance(sources, list) else []:
             source["path"] = _absolute(source["path"])
+    data["select"]["decontaminate"] = [_absolute(path) for path in data["select"]["decontaminate"]]
+    if data["reflect"]["model"] is not None and data["reflect"]["endpoint"] is None:
+        data["reflect"]["model"] = _absolute(data["reflect"]["model"])
     methods = data["method"] if isinstance(data["method"], list) else [data["method"]]
     entries = [*zip(methods, configs, strict=True), (data["select"]["scorer"], scorer)]
     for entry, config in entries:

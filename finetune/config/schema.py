@@ -8,12 +8,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from finetune.data_selection.chat.config import ChatConfig
+
 __all__ = [
     "DataSection",
     "EngineSection",
     "EvalSection",
     "ModelSection",
     "Recipe",
+    "ReflectSection",
     "SearchSection",
     "Section",
     "SelectSection",
@@ -207,6 +210,10 @@ class SelectSection(Section):
         default="keep",
         description="Of rows that say the same, the one that ranks highest is kept; near: almost the same, by MinHash.",
     )
+    decontaminate: list[str] = Field(
+        default=[], description="Evaluation data, as data.train names it: rows that share a run of words with it go."
+    )
+    decontaminate_words: int = Field(default=13, ge=2, description="Words of such a run.")
     diversity: float | None = Field(
         default=None,
         ge=-1,
@@ -221,6 +228,21 @@ class SelectSection(Section):
         ge=1,
         description="Rows times tokens of the longest one that the model takes at a time; null: 2048 on a CPU, "
         "16384 on an accelerator.",
+    )
+
+
+class ReflectSection(Section, ChatConfig):
+    """Who rewrites rows for `finetune reflect`, and which versions are kept."""
+
+    model: str | None = Field(
+        default=None,
+        description="The teacher: a name at the endpoint, or as model.name_or_path; null: the model itself.",
+    )
+    max_new_tokens: int = Field(default=2048, ge=1, description="Longest reflection, in tokens.")
+    metric: Literal["ppl", "loss"] = Field(default="ppl", description="Form of IFD and r-IFD, as of the scorer ifd.")
+    keep: Literal["improved", "all"] = Field(
+        default="improved",
+        description="improved: rows whose answer the teacher made better; all: also those where another version won.",
     )
 
 
@@ -247,6 +269,9 @@ class Recipe(Section):
     search: SearchSection = Field(default=SearchSection(), description="How `finetune search` finds what to train.")
     select: SelectSection = Field(
         default=SelectSection(), description="What `finetune select` scores rows by, and which it keeps."
+    )
+    reflect: ReflectSection = Field(
+        default=ReflectSection(), description="Who rewrites rows for `finetune reflect`, and which versions it keeps."
     )
     output_dir: str = Field(min_length=1, description="Folder of the run.")
     seed: int = Field(default=42, ge=0, description="Seed of everything random.")

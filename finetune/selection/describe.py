@@ -15,7 +15,7 @@ from finetune.selection.folder import SelectionFolder
 from finetune.selection.plan import SelectionPlan
 from finetune.selection.result import Selection
 
-__all__ = ["describe_end", "describe_plan", "next_command"]
+__all__ = ["describe_bill", "describe_end", "describe_plan", "next_command"]
 
 
 def describe_plan(plan: SelectionPlan, work: Work, *, processes: int) -> str:
@@ -54,9 +54,18 @@ def describe_end(selection: Selection, folder: SelectionFolder, manifest: Mappin
     ]
     without = {**counts["left_out"], **counts["unscored"]}
     lines += [f"left out {_counts(without)}"] if without else []
+    lines += [describe_bill(manifest["spent"])] if manifest["spent"] else []
     lines += [f"saved    {folder.path / name}" for name in manifest["files"] if name.startswith("selected/")]
     lines += [f"         {folder.scores}  {folder.report}", f"next     {next_command(folder, manifest)}"]
     return "\n".join(lines)
+
+
+def describe_bill(spent: Mapping[str, Any]) -> str:
+    """Returns the line about what a chat model was asked."""
+    cached = f", {spent['from_cache']:,} of them from the cache" if spent["from_cache"] else ""
+    cost = "" if spent["cost"] is None else f" · cost {spent['cost']:.4g}"
+    tokens = f"{count_in_words(spent['prompt_tokens'])} tokens read, {count_in_words(spent['new_tokens'])} written"
+    return f"asked    {spent['answers']:,} answers{cached} · {tokens}{cost}"
 
 
 def next_command(folder: SelectionFolder, manifest: Mapping[str, Any]) -> str:

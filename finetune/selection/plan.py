@@ -5,18 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from finetune.config.schema import Source
 from finetune.core.errors import ConfigError, DataError, list_choices, nearest
+from finetune.data.files import read_rows as read_source
 from finetune.data_selection import Scorer, build_scorer
 from finetune.data_selection.base import Direction
+from finetune.data_selection.choice.contamination import Contamination, texts_in
 from finetune.data_selection.choice.rules import Limits
 from finetune.data_selection.pool import Example, Pool, load_pool
 from finetune.models import load_tokenizer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from finetune.config.load import LoadedRecipe
     from finetune.config.schema import Recipe
 
-__all__ = ["SelectionPlan", "make_plan"]
+__all__ = ["SelectionPlan", "make_plan", "read_rows"]
 
 _LIMITS = ("fraction", "top", "budget", "threshold")
 
@@ -31,6 +36,7 @@ class SelectionPlan:
         scorer: What scores them.
         limits: How many are kept.
         direction: Which end of the scores is kept.
+        contamination: Knows the evaluation data that rows must not share words with; None where there is none.
     """
 
     recipe: Recipe
@@ -38,6 +44,7 @@ class SelectionPlan:
     scorer: Scorer
     limits: Limits
     direction: Direction
+    contamination: Contamination | None = None
 
     def source_of(self, example: Example) -> str:
         """Returns where a row is from: its file, or what ``select.source_column`` says."""
@@ -54,10 +61,27 @@ def make_plan(loaded: LoadedRecipe) -> SelectionPlan:
         RegistryError: The scorer is unknown.
     """
     recipe = loaded.recipe
-    section, data = recipe.select, recipe.data
+    section = recipe.select
     _check_limits(loaded)
-    _check_sources(loaded)
     scorer = build_scorer(section.scorer)
+    pool, tokenizer = read_rows(loaded)
+    _check_source_column(loaded, pool)
+    scorer.check(pool.examples, tokenizer)
+    limits = Limits(section.top, section.fraction, section.budget, section.threshold, section.per_source)
+    direction = scorer.direction if section.keep == "auto" else section.keep
+    return SelectionPlan(recipe, pool, scorer, limits, direction, _contamination(recipe))
+
+
+def read_rows(loaded: LoadedRecipe) -> tuple[Pool, PreTrainedTokenizerBase]:
+    """Returns the rows of a recipe's sources, and the tokenizer that they are rendered with.
+
+    Raises:
+        ConfigError: A source is there twice, or has a weight.
+        DataError: The rows cannot be read.
+    """
+    recipe = loaded.recipe
+    data = recipe.data
+    _check_sources(loaded)
     tokenizer = load_tokenizer(
         recipe.model.name_or_path,
         revision=recipe.model.revision,
@@ -76,11 +100,14 @@ def make_plan(loaded: LoadedRecipe) -> SelectionPlan:
         on_error=data.on_error,
         max_dropped=data.max_dropped,
     )
-    _check_source_column(loaded, pool)
-    scorer.check(pool.examples, tokenizer)
-    limits = Limits(section.top, section.fraction, section.budget, section.threshold, section.per_source)
-    direction = scorer.direction if section.keep == "auto" else section.keep
-    return SelectionPlan(recipe, pool, scorer, limits, direction)
+    return pool, tokenizer
+
+
+def _contamination(recipe: Recipe) -> Contamination | None:
+    section = recipe.select
+    rows = [row for path in section.decontaminate for _, row in read_source(Source(path=path))]
+    texts = [text for row in rows if isinstance(row, dict) for text in texts_in(row)]
+    return Contamination(texts, section.decontaminate_words) if rows else None
 
 
 def _check_limits(loaded: LoadedRecipe) -> None:

@@ -8,7 +8,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from finetune.data_selection.choice.duplicates import (
     near_clusters,
     normalized_text,
 )
-from finetune.data_selection.choice.rules import Candidate, Refuse, choose
+from finetune.data_selection.choice.rules import Candidate, Rule, choose
 from finetune.data_selection.engine.embeddings import unpacked
 from finetune.environment import toolkit_version
 from finetune.selection.folder import SelectionFolder
@@ -101,25 +101,39 @@ def select_rows(
     found = plan.scorer.score_pool([examples[place] for place in places], evidence)
     scores = dict(zip(places, found, strict=True))
     candidates = [
-        Candidate(place, examples[place].key, score, examples[place].tokens, plan.source_of(examples[place]))
+        Candidate(
+            place,
+            examples[place].key,
+            _uncontaminated(plan, examples[place], score),
+            examples[place].tokens,
+            plan.source_of(examples[place]),
+        )
         for place, score in scores.items()
     ]
-    chosen, left_out = choose(candidates, plan.limits, direction=plan.direction, refuse=_refusal(plan, vectors))
+    chosen, left_out = choose(candidates, plan.limits, direction=plan.direction, rules=_rules(plan, vectors))
     return Selection(plan, measured, scores, chosen, left_out)
 
 
-def _refusal(plan: SelectionPlan, vectors: Sequence[Sequence[Evidence] | Unscored] | None) -> Refuse:
-    """Returns the rules that look at the rows chosen before, as one."""
+def _uncontaminated(plan: SelectionPlan, example: Example, score: Score) -> Score:
+    """Returns the score, of a row that shares words with evaluation data with that as the reason not to keep it."""
+    row = example.conversation
+    said = [message.content for message in row.messages] or [row.text]
+    reason = plan.contamination(said) if plan.contamination is not None else ""
+    return replace(score, excluded=reason) if reason else score
+
+
+def _rules(plan: SelectionPlan, vectors: Sequence[Sequence[Evidence] | Unscored] | None) -> list[Rule]:
+    """Returns the rules that look at the rows chosen before."""
     section = plan.recipe.select
     texts = [normalized_text(example) for example in plan.pool.examples] if section.duplicates != "keep" else []
-    rules: list[Refuse] = []
+    rules: list[Rule] = []
     if section.duplicates == "exact":
         rules.append(DuplicateFilter(exact_clusters(texts)))
     elif section.duplicates == "near":
         rules.append(DuplicateFilter(near_clusters(texts, section.duplicate_threshold)))
     if section.diversity is not None and vectors is not None:
         rules.append(SimilarityFilter(_matrix(vectors), section.diversity))
-    return lambda position: next((reason for rule in rules if (reason := rule(position))), "")
+    return rules
 
 
 def _matrix(vectors: Sequence[Sequence[Evidence] | Unscored]) -> NDArray[np.float32]:
@@ -248,6 +262,7 @@ def _manifest(selection: Selection) -> dict[str, Any]:
         "tokens": {"pool": selection.tokens(), "kept": selection.tokens(selection.chosen)},
         "score": {"pool": _spread(selection.values()), "kept": _spread(selection.values(selection.chosen))},
         "length_correlation": _length_correlation(selection),
+        "spent": scorer.spent(selection.measured),
     }
 
 

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import FinetuneWarning
-from finetune.core.fingerprint import base_fingerprint
 from finetune.data_selection.base import Scorer, Unscored
 from finetune.data_selection.engine.failures import FAILURES
-from finetune.data_selection.engine.log import ScoreLog
 from finetune.data_selection.engine.processes import Processes
-from finetune.data_selection.engine.rater import Rater
-from finetune.data_selection.engine.run import Work, collect, measure_pool, plan_work
+from finetune.data_selection.engine.run import Work
 from finetune.data_selection.scorers.k_center import Embeddings
-from finetune.models.dtype import resolve_device
-from finetune.models.load import resolve_dtype
 from finetune.selection.describe import describe_end, describe_plan
 from finetune.selection.folder import SelectionFolder
 from finetune.selection.page import write_page
+from finetune.selection.passes import Pass, identity, plan_pass, signals_interrupt
 from finetune.selection.plan import SelectionPlan, make_plan
 from finetune.selection.progress import ScoringProgress
-from finetune.selection.raters import load_rater
 from finetune.selection.result import Selection, select_rows, write_selection
 
 if TYPE_CHECKING:
@@ -36,10 +27,9 @@ if TYPE_CHECKING:
 
     from finetune.config.load import LoadedRecipe
 
-__all__ = ["SelectionResult", "select"]
+__all__ = ["FAILED", "INTERRUPTED", "SelectionResult", "has_failed", "select"]
 
 FAILED, INTERRUPTED = 1, 130
-_BATCH_TOKENS = {"cpu": 2048, "accelerator": 16384}
 _FAILURES_ALLOWED = 0.01
 """Share of the rows that may fail to be measured without the run counting as failed."""
 
@@ -109,7 +99,7 @@ def _select(
     if processes.rank == 0:
         # What "auto" comes to is measured, so it may differ from run to run: the first one decides.
         recorded = folder.dtype() if resume and plan.recipe.model.dtype == "auto" else None
-        folder.begin(_identity(plan, recorded), loaded.resolved_yaml(), resume=resume)
+        folder.begin(identity(plan.recipe, plan.scorer, plan.pool, recorded), loaded.resolved_yaml(), resume=resume)
     processes.wait()
     passes = _passes(plan, folder)
     _say(console, describe_plan(plan, passes[0].work, processes=processes.count))
@@ -117,69 +107,25 @@ def _select(
     rows, tokens = (sum(count(one.work) for one in passes) for count in (Work.rows_left, Work.tokens_left))
     progress = ScoringProgress(console, rows // processes.count, tokens // processes.count)
     try:
-        with _signals_interrupt(), progress:
+        with signals_interrupt(), progress:
             for one in passes:
-                _measure(one, plan, folder, processes, progress)
+                one.measure(plan.recipe, folder, processes, progress)
     except KeyboardInterrupt:
         _say(console, f"stopped  {progress.done:,} more rows are scored\ngo on    {_resume_command(folder)}")
         return SelectionResult(folder.path, "interrupted", INTERRUPTED)
     processes.wait()
     if processes.rank > 0:
         return SelectionResult(folder.path, "joined")
-    measured, *vectors = (collect(ScoreLog(one.log), one.work) for one in passes)
+    measured, *vectors = (one.collect() for one in passes)
     selection = select_rows(plan, measured, *vectors)
     return _finish(selection, folder, progress, console)
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """Something that is measured on every row: what the scorer needs, or what rules that compare rows need."""
-
-    scorer: Scorer
-    log: Path
-    work: Work
-
-
-def _passes(plan: SelectionPlan, folder: SelectionFolder) -> list[_Pass]:
+def _passes(plan: SelectionPlan, folder: SelectionFolder) -> list[Pass]:
+    """Returns what is measured on every row: what the scorer needs, and what rules that compare rows need."""
     measured: list[tuple[Scorer, Path]] = [(plan.scorer, folder.log)]
     measured += [(Embeddings(), folder.vectors)] if plan.recipe.select.diversity is not None else []
-    model, tokens = plan.recipe.model.name_or_path, _batch_tokens(plan)
-    return [
-        _Pass(scorer, log, plan_work(scorer, plan.pool.examples, ScoreLog(log), model=model, batch_tokens=tokens))
-        for scorer, log in measured
-    ]
-
-
-def _batch_tokens(plan: SelectionPlan) -> int:
-    default = _BATCH_TOKENS["cpu" if resolve_device(plan.recipe.model.device).type == "cpu" else "accelerator"]
-    return plan.recipe.select.batch_tokens or default
-
-
-def _identity(plan: SelectionPlan, dtype: str | None) -> dict[str, Any]:
-    """Returns all that measurements depend on, in the words of the recipe; ``dtype`` None is what the recipe says."""
-    model = plan.recipe.model
-    device = resolve_device(model.device)
-    return {
-        "scorer": plan.scorer.fingerprint(),
-        "data": plan.pool.fingerprint,
-        "model": model.name_or_path,
-        "dtype": dtype or str(resolve_dtype(model.dtype, device)).removeprefix("torch."),
-        "device": device.type,
-        "batch_tokens": _batch_tokens(plan),
-    }
-
-
-def _measure(
-    one: _Pass, plan: SelectionPlan, folder: SelectionFolder, processes: Processes, progress: ScoringProgress
-) -> None:
-    def load(name: str) -> Rater:
-        rater = load_rater(plan.recipe, name, folder.dtype() or plan.recipe.model.dtype)
-        if processes.rank == 0:
-            folder.recognise(name, base_fingerprint(rater.model))
-        return rater
-
-    log = ScoreLog(one.log, processes.rank)
-    measure_pool(one.scorer, plan.pool.examples, one.work, log, load=load, processes=processes, progress=progress)
+    return [plan_pass(scorer, plan.pool.examples, log, plan.recipe) for scorer, log in measured]
 
 
 def _finish(
@@ -200,25 +146,13 @@ def _finish(
     write_page(selection, folder, manifest)
     _say(console, describe_end(selection, folder, manifest))
     failed = sum(row.reason in FAILURES for row in selection.unscored.values())
-    code = FAILED if failed > _FAILURES_ALLOWED * len(selection.examples) else 0
+    code = FAILED if has_failed(failed, len(selection.examples)) else 0
     return SelectionResult(folder.path, "completed", code, manifest)
 
 
-@contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Makes SIGTERM what Ctrl-C is; whatever was logged by then counts."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread hears signals
-        return
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+def has_failed(failed: int, rows: int) -> bool:
+    """Returns whether so many rows failed to be measured that the run counts as failed."""
+    return failed > _FAILURES_ALLOWED * rows
 
 
 def _resume_command(folder: SelectionFolder) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from finetune.core.errors import DataError
 from finetune.data_selection.base import Score
+from finetune.data_selection.choice.diversity import SimilarityFilter
+from finetune.data_selection.choice.duplicates import DuplicateFilter
 from finetune.data_selection.choice.quotas import balanced_quotas, proportional_quotas
 from finetune.data_selection.choice.rules import Candidate, Limits, choose, rank
 
@@ -83,10 +86,18 @@ def test_every_source_gives_its_best() -> None:
 
 
 def test_what_is_refused_makes_room_for_the_next() -> None:
-    chosen, left_out = choose(
-        pool(3, 2, 1), Limits(top=2), direction="highest", refuse=lambda at: "alike" if at == 1 else ""
-    )
-    assert (chosen, left_out) == ([0, 2], {1: "alike"})
+    rules = [DuplicateFilter([0, 0, 2])]
+    chosen, left_out = choose(pool(3, 2, 1), Limits(top=2), direction="highest", rules=rules)
+    assert (chosen, left_out) == ([0, 2], {1: "the same as a row that ranks higher"})
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_row_that_one_rule_refuses_does_not_count_for_another(order: int) -> None:
+    # 1 says the same as 2; it is too close to 0, and 2 is not.
+    vectors = np.array([[1, 0], [1, 0], [0, 1]], dtype=np.float32)
+    rules = [DuplicateFilter([0, 1, 1]), SimilarityFilter(vectors, 0.9)][::order]
+    chosen, left_out = choose(pool(3, 2, 1), Limits(top=3), direction="highest", rules=rules)
+    assert (chosen, left_out) == ([0, 2], {1: "too similar to a row that ranks higher"})
 
 
 def test_nothing_kept_is_an_error_with_the_reasons() -> None:

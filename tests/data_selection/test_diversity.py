@@ -12,7 +12,7 @@ import torch
 
 from finetune.core.errors import ConfigError
 from finetune.data_selection import build_scorer
-from finetune.data_selection.choice.diversity import SimilarityFilter, farthest_first, round_robin
+from finetune.data_selection.choice.diversity import SimilarityFilter, farthest_first, lazy_greedy, round_robin
 from finetune.data_selection.engine.embeddings import embed, packed, position_weighted_mean, unpacked
 from finetune.data_selection.engine.rater import Rater
 from support.pools import PAIRS, examples
@@ -59,6 +59,39 @@ class TestFarthestFirst:
         assert farthest_first(vectors) == order
 
 
+class TestFacilityLocation:
+    def test_the_worked_example(self) -> None:
+        places = np.array([0, 1, 5, 6, 10])
+        similarity = 1 - np.abs(places[:, None] - places) / 10
+        order = lazy_greedy(5, lambda place: similarity[place], least=0.0)
+        assert order[:2] == [2, 0]  # 5, then 0
+        assert similarity[:, order[:2]].max(1).sum() == pytest.approx(4.3)
+
+    def test_is_naive_greedy_and_never_falls(self) -> None:
+        vectors = np.random.default_rng(3).normal(size=(40, 4))
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        similarity = vectors @ vectors.T
+        order = lazy_greedy(40, lambda place: similarity[place], least=-1.0)
+        values = []
+        for picked, place in enumerate(order):
+            covered = {other: similarity[:, [*order[:picked], other]].max(1).sum() for other in order[picked:]}
+            # Two rows that are nearest to each other add the same, and rounding decides between them.
+            assert covered[place] >= max(covered.values()) - 1e-9
+            values.append(covered[place])
+        assert values == sorted(values)
+
+    def test_ranks_a_pool_whatever_its_order(self, rater: Rater) -> None:
+        scorer = build_scorer({"name": "facility_location"})
+        by_key = []
+        for rows in (PAIRS, PAIRS[::-1]):
+            pool = examples(rater.tokenizer, rows)
+            evidence: Any = [[row] for row in scorer.measure(rater, pool)]
+            scores = scorer.score_pool(pool, evidence)
+            by_key.append({example.key: score.value for example, score in zip(pool, scores, strict=True)})
+        assert by_key[0] == by_key[1]
+        assert sorted(by_key[0].values()) == pytest.approx([(place + 1) / len(PAIRS) for place in range(len(PAIRS))])
+
+
 def test_queries_take_turns() -> None:
     similarity = np.array([[0.9, 0.8], [0.8, 0.9], [0.7, 0.95], [0.1, 0.2]], dtype=np.float32)
     assert round_robin(similarity) == [0, 2, 1, 3]
@@ -67,7 +100,12 @@ def test_queries_take_turns() -> None:
 def test_a_row_close_to_any_chosen_one_is_refused() -> None:
     angles = np.radians([0, 5, 40, 44])
     rule = SimilarityFilter(np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32), 0.99)
-    assert [bool(rule(position)) for position in range(4)] == [False, True, False, True]
+    refused = []
+    for position in range(4):
+        refused.append(bool(rule.refuses(position)))
+        if not refused[-1]:
+            rule.take(position)
+    assert refused == [False, True, False, True]
 
 
 def scores(scorer: Any, rater: Rater, pool: Any) -> list[float]:

@@ -85,5 +85,5 @@ def test_real_rows_are_those_of_brute_force() -> None:
 
 def test_the_row_that_ranks_highest_is_kept() -> None:
     rows = [Candidate(place, str(place), Score(value), 1, "a") for place, value in enumerate((1, 3, 2))]
-    chosen, left_out = choose(rows, Limits(top=3), direction="highest", refuse=DuplicateFilter([0, 0, 2]))
+    chosen, left_out = choose(rows, Limits(top=3), direction="highest", rules=[DuplicateFilter([0, 0, 2])])
     assert (chosen, left_out) == ([1, 2], {0: "the same as a row that ranks higher"})

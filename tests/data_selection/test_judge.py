@@ -15,7 +15,10 @@ from finetune.core.errors import ConfigError
 from finetune.data.records import Message
 from finetune.data_selection import build_scorer
 from finetune.data_selection.base import Unscored
-from finetune.data_selection.chat.endpoint import Answer, Endpoint
+from finetune.data_selection.chat.answer import Answer
+from finetune.data_selection.chat.cache import AnswerCache
+from finetune.data_selection.chat.config import ChatConfig, bill
+from finetune.data_selection.chat.endpoint import Endpoint
 from finetune.data_selection.engine.failures import Isolated
 from finetune.data_selection.engine.rater import Rater
 from finetune.models.generate import generate
@@ -24,6 +27,13 @@ from support.chat_server import chat_server, completion
 from support.pools import PAIRS, examples
 from support.tiny import save_tiny_model, tiny_llama, tiny_tokenizer
 
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+
+
+SPENT = {"prompt_tokens": 7, "new_tokens": 2, "cached": False}
 ASKED = [[Message("user", f"question {number}")] for number in range(6)]
 
 
@@ -112,6 +122,42 @@ class TestEndpoint:
         assert time.monotonic() - start >= 5 * 0.1
 
 
+class TestCache:
+    def test_the_same_request_is_not_made_twice_by_threads_or_runs(self, tmp_path: Path) -> None:
+        cache = AnswerCache(tmp_path / "deep" / "answers.sqlite")
+        with chat_server(lambda content: completion(content["messages"][0]["content"])) as (url, requests):
+            first = Endpoint(url, "m", cache=cache).ask(ASKED, max_new_tokens=9)
+            again = Endpoint(url, "m", cache=AnswerCache(tmp_path / "deep" / "answers.sqlite")).ask(
+                ASKED, max_new_tokens=9
+            )
+            assert len(requests) == len(ASKED)
+            assert [answer.text for answer in again] == [answer.text for answer in first]  # type: ignore[union-attr]
+            assert all(answer.cached for answer in again)  # type: ignore[union-attr]
+            Endpoint(url, "m", cache=cache).ask(ASKED, max_new_tokens=8)
+            Endpoint(url, "n", cache=cache).ask(ASKED, max_new_tokens=9)
+            assert len(requests) == 3 * len(ASKED)  # another limit, another model: other requests
+
+    def test_failures_are_not_kept(self, tmp_path: Path) -> None:
+        replies = iter([(400, {}, b"no"), completion("3")])
+        cache = AnswerCache(tmp_path / "answers.sqlite")
+        with chat_server(lambda content: next(replies)) as (url, _):
+            endpoint = Endpoint(url, "m", cache=cache)
+            assert isinstance(endpoint.ask(ASKED[:1], max_new_tokens=9)[0], Unscored)
+            assert endpoint.ask(ASKED[:1], max_new_tokens=9) == [Answer("3", 7, 2)]
+
+    def test_the_bill_by_hand(self) -> None:
+        answers = [Answer("", 1000, 10), Answer("", 500, 20), Answer("", 9999, 9999, cached=True)]
+        config = ChatConfig(prompt_price=2.0, answer_price=8.0)
+        assert bill(config, [answer.spent for answer in answers]) == {
+            "answers": 3,
+            "from_cache": 1,
+            "prompt_tokens": 1500,
+            "new_tokens": 30,
+            "cost": pytest.approx((1500 * 2 + 30 * 8) / 1e6),
+        }
+        assert bill(ChatConfig(), [])["cost"] is None
+
+
 class TestJudge:
     @pytest.mark.parametrize(
         ("text", "rating"),
@@ -125,9 +171,9 @@ class TestJudge:
                 examples(tiny_tokenizer())[:1]
             )
         if rating is None:
-            assert found == Unscored("the judge gave no rating", repr(text))
+            assert found == Unscored("the judge gave no rating", repr(text), SPENT)
         else:
-            assert found == {"rating": rating, "prompt_tokens": 7, "new_tokens": 2}
+            assert found == {"rating": rating, **SPENT}
 
     def test_an_endpoint_without_address_or_model_is_answered(self) -> None:
         pool = examples(tiny_tokenizer())
@@ -154,7 +200,7 @@ class TestJudge:
         for example, found in zip(pool, measured, strict=True):
             prompt = render_prompt(scorer._question(example), rater.tokenizer)
             (text,) = generate(rater.model, rater.tokenizer, [prompt], max_new_tokens=4, batch_size=1)
-            assert found == Unscored("the judge gave no rating", repr(text))  # a random model writes no number
+            assert (found.reason, found.detail) == ("the judge gave no rating", repr(text))  # a random model's
 
     def test_a_selection_asks_again_only_about_what_failed(self, tmp_path: Path) -> None:
         save_tiny_model(tmp_path / "model")
@@ -182,5 +228,15 @@ class TestJudge:
             assert len(requests) == len(PAIRS)
             broken = False
             second = select(load_recipe([], overrides), resume=True)
-        assert (second.exit_code, len(requests)) == (0, len(PAIRS) + 1)
-        assert second.manifest["counts"]["scored"] == len(PAIRS)
+            assert (second.exit_code, len(requests)) == (0, len(PAIRS) + 1)
+            assert second.manifest["counts"]["scored"] == len(PAIRS)
+            assert second.manifest["spent"] == {
+                "answers": len(PAIRS),
+                "from_cache": 0,
+                "prompt_tokens": 7 * len(PAIRS),
+                "new_tokens": 2 * len(PAIRS),
+                "cost": None,
+            }
+            third = select(load_recipe([], [*overrides[:-1], f"output_dir={tmp_path / 'elsewhere'}"]))
+        assert third.manifest["spent"]["from_cache"] == len(PAIRS)
+        assert len(requests) == len(PAIRS) + 1

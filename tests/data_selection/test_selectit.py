@@ -47,6 +47,7 @@ class TestArithmetic:
         assert model_level([1.2, 0.9, 1.5], weights) == pytest.approx(1.39)
         assert model_level([1.5, 1.5, 1.2], weights) == pytest.approx(1.266667, abs=1e-6)
         assert model_level([1.2, 0.9, 1.5], [7 / 20, 13 / 20, 70 / 90]) == pytest.approx(2.171667, abs=1e-6)
+        assert model_level([1.5, 1.5, 1.2], [7 / 20, 13 / 20, 70 / 90]) == pytest.approx(2.433333, abs=1e-6)
 
     def test_the_second_softmax_of_the_code_turns_a_ranking_round(self) -> None:
         first, second = [0.1, 0.1, 0.1, 0.1, 0.6], [0.0775, 0.0775, 0.0775, 0.69, 0.0775]
@@ -222,20 +223,28 @@ class TestScores:
         joined = (PAIRS[0][0], f"{PAIRS[0][1]}\nInstruction:{PAIRS[1][0]}\nResponse:{PAIRS[1][1]}")
         assert scores_of(rater, both) == pytest.approx(scores_of(rater, examples(rater.tokenizer, [joined])), abs=1e-5)
 
+    @pytest.mark.parametrize("order", ["official", "example_first"])
+    def test_each_turn_may_be_rated_by_itself(self, rater: Rater, order: str) -> None:
+        rows = [(*PAIRS[0], *PAIRS[1], *PAIRS[2]), PAIRS[3], (*PAIRS[4], *PAIRS[5])]
+        alone = scores_of(rater, examples(rater.tokenizer, PAIRS[:6]), order=order)
+        expected = [sum(alone[:3]) / 3, alone[3], sum(alone[4:6]) / 2]
+        found = scores_of(rater, examples(rater.tokenizer, rows), order=order, turns="mean")
+        assert found == pytest.approx(expected, abs=1e-5)
+
     def test_a_long_answer_loses_its_middle_and_nothing_else(self) -> None:
         tokenizer = tiny_tokenizer()
         scorer: Any = build_scorer({"name": "selectit"})
         long = "start " + "every day at noon " * 200 + "end"
         pool = examples(tokenizer, [("Tell me when.", long)], max_length=9999)
         questions = scorer._ask(tokenizer, pool)
-        question = questions.of(pool[0], 300)
+        (question,) = questions.of(pool[0], 300)
         assert question.truncated
         assert max(map(len, question.tokens)) <= 300
         for prompt, tokens in zip(RATING_PROMPTS, question.tokens, strict=True):
             text = tokenizer.decode(tokens)
             assert text.startswith(prompt.format(scale=5) + "\n\nInstruction:Tell me when.\nResponse:start every")
             assert text.endswith("noon end\nThe answer is: \n")
-        assert not questions.of(pool[0], None).truncated
+        assert not questions.of(pool[0], None)[0].truncated
         with pytest.raises(UnscorableError, match="does not fit"):
             questions.of(pool[0], 20)
 
@@ -243,7 +252,7 @@ class TestScores:
         tokenizer = tiny_tokenizer()
         scorer: Any = build_scorer({"name": "selectit", "num_prompts": 1})
         pool = examples(tokenizer, [("ask " + "at noon " * 300 + "thus", "the lazy dog")], max_length=9999)
-        text = tokenizer.decode(scorer._ask(tokenizer, pool).of(pool[0], 200).tokens[0])
+        text = tokenizer.decode(scorer._ask(tokenizer, pool).of(pool[0], 200)[0].tokens[0])
         assert "\nResponse: … \nThe answer is: \n" in text
         assert "Instruction:ask at" in text
 

@@ -52,9 +52,9 @@ def test_methods_tasks_and_shipped_files_of_a_recipe_exist(name: str) -> None:
                 assert shipped_path(path).is_file()
 
 
-def test_a_recipe_trains_or_selects() -> None:
+def test_a_recipe_trains_selects_or_reflects() -> None:
     for name in RECIPES:
-        assert ("method" in _read(name)) != ("select" in _read(name)), name
+        assert sum(section in _read(name) for section in ("method", "select", "reflect")) == 1, name
 
 
 def test_there_is_a_recipe_for_each_method_that_the_quickstart_compares() -> None:

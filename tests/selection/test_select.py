@@ -109,6 +109,19 @@ class TestWhatItLeaves:
         loaded = load_recipe([str(whole / "select.yaml")], [f"data.train={whole / 'selected' / 'rows.jsonl'}"])
         assert loaded.recipe.select.scorer["name"] == "ifd"
 
+    def test_rows_that_are_in_evaluation_data_are_left_out(self, workshop: Path, tmp_path: Path) -> None:
+        long = next(row for row in ROWS if len(str(row["output"]).split()) >= 13)
+        (tmp_path / "test.jsonl").write_text(json.dumps({"question": "?", "answer": [long["output"]]}) + "\n")
+        evaluation = f"select.decontaminate=[{tmp_path / 'test.jsonl'}]"
+        run(workshop, tmp_path / "out", "select.scorer=random", "select.fraction=1", evaluation)
+        left_out = {row["line"] for row in table(tmp_path / "out") if "evaluation text" in row["left_out"]}
+        run_of_13 = " ".join(str(long["output"]).replace(",", "").split()[:13])
+        sharing = {line for line, row in enumerate(ROWS, 1) if run_of_13 in str(row["output"]).replace(",", "")}
+        assert left_out >= sharing >= {ROWS.index(long) + 1}
+        with pytest.raises(DataError, match="does not exist") as caught:
+            run(workshop, tmp_path / "other", "select.decontaminate=[tests.jsonl]", dry_run=True)
+        assert "tests.jsonl" in caught.value.where
+
     def test_several_sources_and_their_shares(self, workshop: Path, tmp_path: Path) -> None:
         for name, rows in (("a", ROWS[:20]), ("b", ROWS[20:])):
             (tmp_path / name).mkdir()

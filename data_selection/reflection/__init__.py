@@ -1,0 +1,1 @@
+"""Selective reflection: a teacher rewrites rows, and the student decides which version is kept."""

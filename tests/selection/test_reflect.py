@@ -1,0 +1,219 @@
+"""Selective reflection from recipe to file, with a teacher behind a server of our own and one on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+from finetune.config.load import load_recipe
+from finetune.core.errors import ConfigError, DataError, RefusedError
+from finetune.data.records import Message
+from finetune.data_selection import build_scorer
+from finetune.data_selection.engine.rater import Rater
+from finetune.data_selection.pool import Exchange
+from finetune.data_selection.reflection.choice import ORIGINS, VersionScores, excluded, preferred
+from finetune.models import load_model, load_tokenizer
+from finetune.selection.reflect import reflect
+from finetune.selection.run import SelectionResult
+from support.chat_server import chat_server, completion
+from support.pools import PAIRS, conversation, examples
+from support.tiny import save_tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workshop")
+    save_tiny_model(folder / "model")
+    config = json.loads((folder / "model" / "config.json").read_text())
+    # A teacher reads more than the 512 tokens of the tiny model; rotary positions have no table to outgrow.
+    (folder / "model" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
+    rows: list[dict[str, Any]] = [{"instruction": asked, "output": said} for asked, said in PAIRS]
+    rows.append({"instruction": "And?", "output": "No.", "history": [["Is it?", "It may be."]]})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def run(workshop: Path, out: Path, url: str | None, *overrides: str, **options: Any) -> SelectionResult:
+    teacher = [] if url is None else [f"reflect.endpoint={url}", "reflect.model=teacher", "reflect.attempts=1"]
+    given = [
+        f"model.name_or_path={workshop / 'model'}",
+        "model.dtype=float32",
+        f"data.train={workshop / 'rows.jsonl'}",
+        f"output_dir={out}",
+        *teacher,
+        *overrides,
+    ]
+    return reflect(load_recipe([], given), **options)
+
+
+def pair_in(content: dict[str, Any]) -> Exchange:
+    """Reads the pair that a request is about."""
+    text = content["messages"][-1]["content"]
+    _, _, rest = text.partition("[Given instruction]\n")
+    instruction, _, rest = rest.partition("\n\n[Given answer]\n")
+    return Exchange(instruction, rest.partition("\n\nFirst criticise")[0].partition("\n\nCriticise")[0])
+
+
+def teach(content: dict[str, Any]) -> Any:
+    """A teacher whose rewriting can be foretold; some of its answers are malformed."""
+    pair, about = pair_in(content), content["messages"][-1]["content"]
+    if "[Better answer]" in about:
+        nonsense = pair.instruction.startswith("Who")
+        return completion("I will not." if nonsense else f"[Better answer]\n{better(pair)}\n[End of Better answer]")
+    if pair.instruction.startswith("Over"):
+        return completion("[New instruction]\nonly half")
+    return completion(f"[New instruction]\n{harder(pair).instruction}\n[New answer]\n{harder(pair).answer}")
+
+
+def better(pair: Exchange) -> str:
+    return f"{pair.answer} the quick brown fox"
+
+
+def harder(pair: Exchange) -> Exchange:
+    return Exchange(f"{pair.instruction} every day at noon", f"{pair.answer} over the lazy dog")
+
+
+def scored(workshop: Path, pair: Exchange) -> VersionScores:
+    """Scores one version by itself."""
+    rater = Rater(load_model(str(workshop / "model"), dtype="float32"), load_tokenizer(str(workshop / "model")))
+    (example,) = examples(rater.tokenizer, [(pair.instruction, pair.answer)])
+    values = []
+    for name in ("ifd", "r_ifd"):
+        scorer = build_scorer({"name": name})
+        values.append(scorer.score(example, scorer.measure(rater, [example])[0]).value)  # type: ignore[arg-type]
+    return VersionScores(*values)
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "selected" / "reflected.jsonl").read_text().splitlines()]
+
+
+def expected_of(workshop: Path, asked: str, said: str) -> tuple[str, Sequence[str]] | None:
+    """Works out which version of a row is kept, one version at a time."""
+    given = Exchange(asked, said)
+    pairs: dict[Any, Exchange] = {"original": given}
+    if not asked.startswith("Over"):
+        pairs["instruction"] = harder(given)
+        if not asked.startswith("Who"):
+            pairs["both"] = Exchange(harder(given).instruction, better(harder(given)))
+    if not asked.startswith("Who"):
+        pairs["response"] = Exchange(asked, better(given))
+    scores = {origin: scored(workshop, pair) for origin, pair in pairs.items()}
+    origin = preferred(scores)
+    if excluded(origin, scores[origin], keep="all"):
+        return None
+    return origin, (pairs[origin].instruction, pairs[origin].answer)
+
+
+def test_every_row_has_the_version_that_the_student_prefers_and_its_origin(workshop: Path, tmp_path: Path) -> None:
+    with chat_server(teach) as (url, requests):
+        result = run(workshop, tmp_path / "out", url, "reflect.keep=all")
+    assert result.exit_code == 0
+    # Three questions about each pair, but no second one where the new instruction came to nothing.
+    assert len(requests) == 3 * len(PAIRS) - 1
+    expected = [found for asked, said in PAIRS if (found := expected_of(workshop, asked, said))]
+    kept = [
+        (row["origin"], tuple(message["content"] for message in row["messages"])) for row in lines(tmp_path / "out")
+    ]
+    assert kept == expected
+    assert [row["line"] for row in lines(tmp_path / "out")] == sorted(row["line"] for row in lines(tmp_path / "out"))
+    counts = result.manifest["counts"]
+    assert counts["read"] == len(PAIRS) + 1 == sum(counts["kept"].values()) + sum(counts["left_out"].values())
+    assert counts["left_out"]["not one instruction with one answer"] == 1
+    assert counts["reflections"]["instruction"] == {"ok": len(PAIRS) - 1, "no marker": 1}
+    assert counts["reflections"]["response"] == {"ok": len(PAIRS) - 1, "no marker": 1}
+    assert result.manifest["spent"]["prompt_tokens"] == 7 * len(requests)
+    table = pyarrow.parquet.read_table(tmp_path / "out" / "scores.parquet").to_pylist()
+    assert len(table) == len(PAIRS) + 1
+    loaded = load_recipe([str(tmp_path / "out" / "select.yaml")], [])
+    assert loaded.recipe.reflect.model == "teacher"
+
+
+def test_goes_on_where_it_stopped_and_asks_nothing_twice(workshop: Path, tmp_path: Path) -> None:
+    broken = True
+
+    def reply(content: dict[str, Any]) -> Any:
+        return (500, {}, b"") if broken and "Name a dog." in content["messages"][-1]["content"] else teach(content)
+
+    with chat_server(reply) as (url, requests):
+        first = run(workshop, tmp_path / "out", url, "reflect.keep=all", "select.batch_tokens=1")
+        assert first.exit_code == 1
+        assert first.manifest["counts"]["left_out"]["the endpoint did not answer"] == 1
+        broken, asked = False, len(requests)
+        second = run(workshop, tmp_path / "out", url, "reflect.keep=all", "select.batch_tokens=1", resume=True)
+        assert second.exit_code == 0
+        assert len(requests) == asked + 3
+        # The teacher was asked about one row; its versions are new to the student, who then measures all.
+        versions = pyarrow.parquet.read_table(tmp_path / "out" / "scores.parquet").to_pylist()
+        scored = sum(row[f"ifd_{origin}"] is not None for row in versions for origin in ORIGINS)
+        assert second.manifest["measured_now"] == 1 + 2 * scored
+        third = run(workshop, tmp_path / "out", url, "select.batch_tokens=1", resume=True)
+        assert third.manifest["measured_now"] == 0
+        assert set(third.manifest["counts"]["kept"]) <= {"response", "both"}
+        run(workshop, tmp_path / "out", url, "reflect.keep=all", "select.batch_tokens=1", resume=True)
+        with pytest.raises(RefusedError, match="another scorer"):
+            run(workshop, tmp_path / "out", url, "reflect.max_new_tokens=5", "select.batch_tokens=1", resume=True)
+        with pytest.raises(RefusedError, match="earlier selection"):
+            run(workshop, tmp_path / "out", url)
+        whole = run(workshop, tmp_path / "whole", url, "reflect.keep=all", "select.batch_tokens=1")
+        assert whole.manifest["spent"]["from_cache"] == 3 * len(PAIRS) - 1
+    assert (tmp_path / "whole" / "selected" / "reflected.jsonl").read_bytes() == (
+        tmp_path / "out" / "selected" / "reflected.jsonl"
+    ).read_bytes()
+
+
+def test_a_teacher_on_this_machine_that_writes_nothing_of_use_leaves_the_originals(
+    workshop: Path, tmp_path: Path
+) -> None:
+    options = ["reflect.max_new_tokens=4", "reflect.keep=all"]
+    result = run(workshop, tmp_path / "out", None, *options)
+    assert set(result.manifest["counts"]["kept"]) == {"original"}
+    by_question = dict(PAIRS)
+    for row in lines(tmp_path / "out"):
+        asked, said = (Message(**message).content for message in row["messages"])
+        assert by_question[asked] == said
+    with pytest.raises(DataError, match="no version is kept") as caught:
+        run(workshop, tmp_path / "other", None, "reflect.max_new_tokens=4")
+    assert "no answer of the teacher fits better" in caught.value.got
+
+
+def test_what_is_wrong_with_the_teacher_is_said_before_anything_starts(workshop: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run(workshop, tmp_path / "out", None, "reflect.endpoint=localhost:8000", dry_run=True)
+    assert caught.value.where == "reflect.endpoint"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_key_names_the_section(workshop: Path, tmp_path: Path) -> None:
+    with chat_server(lambda content: (401, {}, b"")) as (url, _), pytest.raises(ConfigError, match="key") as caught:
+        run(workshop, tmp_path / "out", url)
+    assert caught.value.where == "reflect.endpoint"
+    assert "reflect.model" in caught.value.fix
+
+
+def test_a_system_message_stays(workshop: Path) -> None:
+    from dataclasses import replace
+
+    from finetune.data_selection.reflection.teacher import versions
+
+    row = conversation("Q", "A")
+    row = replace(row, messages=(Message("system", "Be brief."), *row.messages))
+    found = versions(row, {"versions": {"both": ["Q2", "A2"]}})
+    assert found["both"] == (Message("system", "Be brief."), Message("user", "Q2"), Message("assistant", "A2"))
+
+
+@pytest.mark.real
+def test_the_shipped_recipe_passes_a_dry_run(tmp_path: Path) -> None:
+    loaded = load_recipe(["reflect/selective"], [f"output_dir={tmp_path / 'out'}"])
+    assert reflect(loaded, dry_run=True).status == "planned"
+    assert not (tmp_path / "out").exists()
