@@ -14,7 +14,7 @@ from finetune.methods.whole_tensors import WholeTensors
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, TrainingArguments
 
 __all__ = ["Composition"]
 
@@ -83,6 +83,15 @@ class Composition(Method):
             method._base_fingerprint = fingerprint
             candidates = frozenset(method.trained_parameters())
         return model
+
+    def check_arguments(self, arguments: TrainingArguments) -> None:
+        """Lets every member check them."""
+        for method in self.methods:
+            method.check_arguments(arguments)
+
+    def learned_tensors(self) -> dict[str, torch.Tensor]:
+        """Returns what the last member says, which is what trains."""
+        return self.methods[-1].learned_tensors()
 
     def at_rest(self) -> frozenset[str]:
         """Returns what the last member says, which is what trains."""

@@ -13,16 +13,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["NOISES", "Noise", "derive_key", "hash_integers", "hash_tile", "noise_of_hash", "row_tiles", "row_vectors"]
+__all__ = [
+    "Noise",
+    "derive_key",
+    "hash_integers",
+    "hash_tile",
+    "noise_of_hash",
+    "rounding_bits",
+    "row_tiles",
+    "row_vectors",
+]
 
 Noise = Literal["rademacher", "binomial", "gaussian"]
-NOISES: tuple[Noise, ...] = ("rademacher", "binomial", "gaussian")
 """Distributions of mean 0 and variance 1. Rademacher and binomial noise is the same bits on every IEEE device."""
 
 _MASK32, _MASK64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
 _GOLDEN32, _GOLDEN64 = 0x9E3779B9, 0x9E3779B97F4A7C15
-_OTHER = 0x3C6EF372
+_OTHER, _ROUNDING = 0x3C6EF372, 0xDAA66D2B
 _TILE = 1 << 17
 """Entries that are hashed at a time: intermediate results stay in the cache."""
 
@@ -76,6 +84,11 @@ def noise_of_hash(hashed: Tensor, noise: Noise) -> Tensor:
     radius = ((hashed >> 8) & 0xFFFFFF).float().add_(0.5).mul_(2**-24).log_().mul_(-2).sqrt_()
     angle = ((_mix(hashed.add_(_OTHER)) >> 8) & 0xFFFFFF).float().mul_(2 * math.pi * 2**-24)
     return radius.mul_(angle.cos_())
+
+
+def rounding_bits(hashed: Tensor) -> Tensor:
+    """Returns 16 random bits per entry, int32, independent of the noise that ``hashed`` stands for."""
+    return _mix(hashed + _signed(_ROUNDING)).bitwise_and_(0xFFFF)
 
 
 def row_tiles(rows: int, columns: int) -> Iterator[slice]:
