@@ -77,12 +77,16 @@ def _export_low_rank(run: Path, out: Path, task: str | None) -> None:
 
 
 def _export_delta(run: Path, folder: Path, out: Path) -> None:
-    from finetune.core.learned_state import read_learned_state
+    from finetune.core.learned_state import LEFT, read_learned_state
     from finetune.methods.primitives.stock_adapter import changes_of, write_stock_adapter
     from finetune.models import load_model
-    from finetune.models.tuned import base_of
+    from finetune.models.tuned import base_of, load_tuned
 
     tensors, recorded = read_learned_state(folder)
+    if any(key.endswith(LEFT) for key in tensors):
+        attached, _ = load_tuned(run)
+        attached.__dict__["_methods"][-1].export_adapter(out)
+        return
     base = base_of(run) or recorded["base_model"]
     changes = changes_of(tensors, recorded.get("axes", {}))
     # Only the kinds and sizes of the base's layers are needed.
