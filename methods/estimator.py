@@ -145,8 +145,8 @@ class Estimator(InPlace):
         group = self._group(optimizer)
         if group.get("momentum") or group.get("betas", (0.0,))[0]:
             warnings.warn(
-                f"the momentum of {type(optimizer).__name__} is switched off: it would carry the slope of one direction "
-                "over to the next, which has nothing to do with it",
+                f"the momentum of {type(optimizer).__name__} is switched off: it would carry the slope of one "
+                "direction over to the next, which has nothing to do with it",
                 FinetuneWarning,
                 stacklevel=2,
             )

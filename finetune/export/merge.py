@@ -117,7 +117,7 @@ def merge_run(run: Path, out: Path, dtype: str | None = None, *, task: str | Non
 
 
 def _merged(model: nn.Module) -> nn.Module:
-    """Returns the plain model; an adapter still has something to merge, and a method that learned beside the weights."""
+    """Returns the plain model; an adapter and what was learned beside weights are still to be merged."""
     from peft import PeftModel
 
     from finetune.methods.primitives.peft_files import merge_adapter

@@ -36,7 +36,7 @@ class SideBranch(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.widths = in_features(layer), out_features(layer)
-        device = layer.weight.device
+        device = next(layer.parameters()).device
         self.register_buffer("left", torch.zeros(self.widths[1], 0, device=device), persistent=False)
         self.register_buffer("right", torch.zeros(self.widths[0], 0, device=device), persistent=False)
         self.perturbation: tuple[Tensor, Tensor] | None = None
@@ -78,9 +78,7 @@ class LowRankDirections:
         interval: Steps that V stays for.
     """
 
-    def __init__(
-        self, layers: Mapping[str, nn.Module], *, seed: int, queries: int, rank: int, interval: int
-    ) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module], *, seed: int, queries: int, rank: int, interval: int) -> None:
         self.branches = {name: SideBranch(layer) for name, layer in layers.items()}
         self._numbers = direction_numbers(list(layers))
         self._seed, self._queries, self._rank, self._interval = seed, queries, rank, interval

@@ -78,6 +78,9 @@ class _Delivered(torch.autograd.Function):
         return grad.to(slopes.dtype) * slopes, None, None
 
 
+_DELIVER: Callable[..., Tensor] = _Delivered.apply  # torch does not annotate it
+
+
 class ProjectedForward:
     """Stands in for ``model.forward``: with gradients on it estimates, without it is the model's own.
 
@@ -95,7 +98,7 @@ class ProjectedForward:
         self._model, self._directions, self._estimate = model, directions, estimate
         self._own = model.forward
         functools.update_wrapper(self, model.forward)  # trainers ask for the signature
-        model.forward = self  # type: ignore[method-assign, assignment]
+        model.forward = self
 
     def remove(self) -> None:
         """Gives the model its own forward back, whatever else was put over it."""
@@ -118,7 +121,7 @@ class ProjectedForward:
 
         with torch.no_grad(), evaluation_mode(self._model):
             found = self._estimate(loss_at)
-        loss = _Delivered.apply(self._model.get_parameter(PARAMETER), found.loss.float(), found.slopes)
+        loss = _DELIVER(self._model.get_parameter(PARAMETER), found.loss.float(), found.slopes)
         if isinstance(output, tuple):
             return (loss, *output[1:])
         output["loss"] = loss

@@ -25,13 +25,13 @@ class MezoConfig(EstimatorConfig):
 
     noise: Literal["rademacher", "binomial", "gaussian"] = Field(
         default="rademacher",
-        description="Distribution of a direction's entries. Signs have the least variance, cost least, and are the same "
-        "bits on every device; gaussian is the paper's.",
+        description="Distribution of a direction's entries. Signs have the least variance, cost least, and are the "
+        "same bits on every device; gaussian is the paper's.",
     )
     engine: Literal["copy", "onthefly", "inplace"] = Field(
         default="onthefly",
-        description="Where weights are perturbed: in a copy of all that trains, in a buffer of one transformer block at "
-        "a time, or in place as the paper does, which leaves rounding in the weights.",
+        description="Where weights are perturbed: in a copy of all that trains, in a buffer of one transformer block "
+        "at a time, or in place as the paper does, which leaves rounding in the weights.",
     )
     trainable_dtype: Literal["float32", "base"] = Field(
         default="float32",
