@@ -73,6 +73,7 @@ def _load(base: str | PreTrainedModel, folder: Path, options: dict[str, Any]) ->
         learned_names,
         read_learned_state,
     )
+    from finetune.export.log import BASE_HASH, replay_log
     from finetune.methods.primitives.peft_files import ADAPTER_CONFIG, load_adapter
     from finetune.methods.state import read_method_file
 
@@ -82,6 +83,8 @@ def _load(base: str | PreTrainedModel, folder: Path, options: dict[str, Any]) ->
     if (folder / DELTA_CONFIG).is_file():
         tensors, metadata = read_learned_state(folder)
         model = _base_model(base, metadata, folder, options)
+        if BASE_HASH in metadata:
+            return _evaluating(replay_log(model, tensors, metadata, folder))
         weights = (model.get_parameter(name) for name in learned_names(tensors))
         quantised = any(key.endswith(DELTA) for key in tensors) and not all(w.is_floating_point() for w in weights)
         if quantised or any(key.endswith(LEFT) for key in tensors):

@@ -46,9 +46,9 @@ class Lozo(Estimator):
     """Moves the linear layers of the blocks along ``Z = U V^T / sqrt(r)``, U new at every step, V for an interval.
 
     ``g = (L(W + eps Z) - L(W - eps Z)) / 2 eps;  W <- W - lr g Z`` (LOZO, algorithm 1), with the optimizer's rule
-    in place of ``lr g``; U and V are random signs. The forward adds ``(x V) U^T`` beside each layer: weights are only read,
-    in 16 bit or quantised too, and what was learned is exact in float32. Memory besides the model: out_features
-    numbers per layer, rank and interval. Saved: these. Exports exactly to LoRA.
+    in place of ``lr g``; U and V are random signs. The forward adds ``(x V) U^T`` beside each layer: weights are
+    only read, in 16 bit or quantised too, and what was learned is exact in float32. Memory besides the model:
+    out_features numbers per layer, rank and interval. Saved: these. Exports exactly to LoRA.
 
     References:
         Chen et al., "Enhancing Zeroth-order Fine-tuning for Language Models with Low-rank Structures",

@@ -15,22 +15,26 @@ from transformers import PreTrainedModel
 import finetune
 from finetune.core.errors import (
     CapabilityError,
+    CheckpointError,
     ConfigError,
     FinetuneError,
     FinetuneWarning,
     TargetError,
     TrainingError,
 )
+from finetune.export.run import export_run
 from finetune.methods import build_method
 from finetune.methods.primitives.add_noise import add_noise
 from finetune.methods.primitives.dense_directions import direction_numbers
 from finetune.methods.primitives.hash_noise import derive_key, hash_tile, noise_of_hash, row_vectors
 from finetune.methods.primitives.low_rank_directions import SideBranch
 from finetune.methods.primitives.projected_gradient import two_point
-from support.tiny import tiny_gpt2, tiny_llama, tiny_mixtral, token_batch
+from finetune.models import load_model
+from support.tiny import save_tiny_model, tiny_gpt2, tiny_llama, tiny_mixtral, token_batch
 
 IDS = token_batch(4, 12)
 NAMES = ("mezo", "lozo")
+BASE_DTYPE = {"trainable_dtype": "base"}
 LOSS_ROUNDING = 5e-3
 """Of a slope at eps = 1e-3: transformers rounds a loss near 6 to float32, by up to
 2.4e-7, and the estimate has a bias of eps^2 times a third derivative."""
@@ -404,3 +408,81 @@ class TestRefusals:
         (loss * math.nan).backward()
         optimizer.step()
         assert all(torch.equal(tensor, before[key]) for key, tensor in method.learned_tensors().items())
+
+
+class TestLog:
+    def run(self, folder: Path, name: str, **config: Any) -> tuple[Path, Any]:
+        """Trains in a plain loop as ``finetune train`` would save it, and returns the folder and the tuned model."""
+        save_tiny_model(folder / "base", dtype=torch.bfloat16)
+        model = load_model(str(folder / "base"), dtype="bfloat16", device="cpu")
+        method = finetune.method(name, queries=2, **config)
+        steps(method, method.attach(model), 7, lr=1e-2, decay=0.1)
+        method.save(folder / "learned")
+        return folder / "learned", method.merge()
+
+    @pytest.mark.parametrize(("name", "config"), [("mezo", {}), ("lozo", {"lazy_interval": 3}), ("mezo", BASE_DTYPE)])
+    def test_a_log_on_its_base_gives_the_tuned_weights_again(
+        self, tmp_path: Path, name: str, config: dict[str, Any]
+    ) -> None:
+        learned, tuned = self.run(tmp_path, name, **config)
+        out = export_run(learned, tmp_path / "log", "zo-log")
+        # 7 steps of 2 numbers of 4 bytes and one of 8, and what a file of tensors says of itself.
+        assert (out / "delta.safetensors").stat().st_size < 7 * 16 + 400
+        replayed = finetune.load(str(tmp_path / "base"), out, dtype="bfloat16")
+        if name == "lozo":
+            replayed = replayed.__dict__["_methods"][-1].merge()
+        found = dict(replayed.named_parameters())
+        assert all(torch.equal(found[key], weight) for key, weight in tuned.named_parameters())
+
+    def test_a_log_replays_to_the_state_at_any_step(self) -> None:
+        states = []
+        method = finetune.method("lozo", lazy_interval=2)
+        model = method.attach(tiny_llama())
+        for _ in range(5):
+            steps(method, model, 1, lr=1e-2)
+            states.append({key: tensor.clone() for key, tensor in method.state_dict().items()})
+        for state in states:
+            fresh = finetune.method("lozo", lazy_interval=2)
+            fresh.attach(tiny_llama())
+            fresh.replay(state["training/distances"], state["training/decays"])
+            assert all(torch.equal(tensor, state[key]) for key, tensor in fresh.state_dict().items())
+
+    def test_a_base_of_other_weights_is_refused(self, tmp_path: Path) -> None:
+        learned, _ = self.run(tmp_path, "lozo")
+        out = export_run(learned, tmp_path / "log", "zo-log")
+        base: Any = load_model(str(tmp_path / "base"), dtype="bfloat16", device="cpu")
+        with torch.no_grad():
+            base.model.norm.weight[3] += 1e-2  # an entry that the short fingerprint may not look at
+        with pytest.raises(CheckpointError, match=r"base with other weights|another base"):
+            finetune.load(base, out)
+
+    def test_another_dtype_is_refused_where_steps_round_in_it(self, tmp_path: Path) -> None:
+        learned, _ = self.run(tmp_path, "mezo", **BASE_DTYPE)
+        out = export_run(learned, tmp_path / "log", "zo-log")
+        with pytest.raises(CheckpointError, match="load the base in bfloat16"):
+            finetune.load(str(tmp_path / "base"), out, dtype="float32")
+
+    def test_what_has_no_log_is_refused(self, tmp_path: Path) -> None:
+        method = build_method([{"name": "lora", "r": 2}, {"name": "mezo"}])
+        method.attach(tiny_llama())
+        method.save(tmp_path / "adapter")
+        with pytest.raises(CapabilityError, match="began with random numbers"):
+            export_run(tmp_path / "adapter", tmp_path / "log", "zo-log")
+        other = finetune.method("top_layers")
+        other.attach(tiny_llama())
+        other.save(tmp_path / "other")
+        with pytest.raises(CapabilityError, match="only a zeroth-order run"):
+            export_run(tmp_path / "other", tmp_path / "log", "zo-log")
+
+    def test_lozo_exports_to_a_stock_lora_adapter(self, tmp_path: Path) -> None:
+        from peft import PeftModel
+
+        base = tiny_llama()
+        method = finetune.method("lozo", lazy_interval=3, rank=2)
+        model = method.attach(copy.deepcopy(base))
+        steps(method, model, 7, lr=1e-1)
+        method.export_adapter(tmp_path)
+        with torch.no_grad():
+            expected = model(input_ids=IDS).logits
+            found = PeftModel.from_pretrained(base, tmp_path)(input_ids=IDS).logits
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
