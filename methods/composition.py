@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import CapabilityError
-from finetune.methods.base import CHOSEN_BEFORE, Kind, Method
+from finetune.methods.base import CHOSEN_BEFORE, Kind, Method, MethodSummary
 from finetune.methods.whole_tensors import WholeTensors
 
 if TYPE_CHECKING:
@@ -157,6 +157,11 @@ class Composition(Method):
         """Returns the metadata with the members' configs as a list."""
         configs = [{"name": method.name, **method.config.model_dump(mode="json")} for method in self.methods]
         return {**super().metadata(), "config": configs}
+
+    def summary(self) -> MethodSummary:
+        """Returns what the last member trains, of the plain base."""
+        last = self.methods[-1].summary()
+        return MethodSummary(self.name, last.trained, self._total, last.trained_bytes, self._chosen())
 
     def _chosen(self) -> tuple[str, ...]:
         return tuple(f"{method.name}: {line}" for method in self._attached for line in method.summary().chosen)
