@@ -2,9 +2,9 @@
 
 One process, one copy of the model per variant, alternating, medians of the rounds; CPU seconds of the process, which
 other processes on the machine change less than the clock on the wall. Each row has four labels, and the loss is the
-lean one of ``finetune train``: the logits of all positions would cost all variants the same and hide the rest. The baseline is MeZO's algorithm 1 in
-the model's dtype: ``torch.normal`` from a seed per tensor, weights moved by +eps, -2 eps and +eps, then updated. The
-noise share is what a ``lozo`` step spends besides its two forward passes.
+lean one of ``finetune train``: the logits of all positions would cost all variants the same and hide the rest. The
+baseline is MeZO's algorithm 1 in the model's dtype: ``torch.normal`` from a seed per tensor, weights moved by +eps,
+-2 eps and +eps, then updated. The noise share is what a ``lozo`` step spends besides its two forward passes.
 
 Run: python benchmarks/zeroth_order.py [--quick] [--json PATH] [--dtypes float32 bfloat16]
 """

@@ -89,7 +89,9 @@ def _load(base: str | PreTrainedModel, folder: Path, options: dict[str, Any]) ->
         quantised = any(key.endswith(DELTA) for key in tensors) and not all(w.is_floating_point() for w in weights)
         if quantised or any(key.endswith(LEFT) for key in tensors):
             # What a weight cannot take up, or only rounded, stays beside it.
-            beside = build_method({"name": metadata["method"], **metadata["config"]})
+            config = metadata["config"]
+            several = isinstance(config, list)
+            beside = build_method(config if several else {"name": metadata["method"], **config})
             return _evaluating(beside.attach(model, candidates=metadata.get("scope"), learned=folder))
         apply_learned_state(model, tensors, metadata, folder)
         return _evaluating(model)

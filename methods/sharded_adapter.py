@@ -17,8 +17,9 @@ class ShardedAdapterConfig(LowRankAdapterConfig):
     """What all methods share whose factors are gathered from pools."""
 
     gather: Literal["layer", "model"] = Field(
-        default="layer",
-        description="Whether factors are laid out layer by layer, or all at once when a pass begins: fewer kernels.",
+        default="model",
+        description="Whether training lays all layers' factors out at once when a pass begins, which is faster and "
+        "holds them all, or layer by layer.",
     )
 
 

@@ -79,7 +79,7 @@ def _read(
                 raise row
             named = {theirs.get(name, name): value for name, value in row.items()}
             row_of = _conversation(named, format_name, system, number, source.path, line)
-            good.append(replace(row_of, task=str(row_of.extra.get("task") or source.task or Path(source.path).stem)))
+            good.append(replace(row_of, task=row_of.own_task or source.task or Path(source.path).stem))
         except BadRowError as reason:
             bad.append(Dropped(source.path, line, str(number), reason.reason, reason.detail))
     return good, bad

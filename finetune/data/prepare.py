@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from finetune.core.errors import DataError
+from finetune.core.errors import DataError, list_choices
 from finetune.core.files import cache_folder, replaced_folder
 from finetune.data.inspect import mark_loss
 from finetune.data.load import load_conversations
@@ -122,7 +122,9 @@ def prepare_dataset(
     conversations, unusable = load_conversations(
         sources, format=format, columns=columns, system=system, on_error=on_error, seed=seed
     )
-    names = tuple(sorted({row.task for row in conversations})) if tasks else ()
+    if tasks:
+        _check_tasks(conversations, sources)
+    named = sorted({row.task for row in conversations})
     conversations = conversations[:limit]
     options: dict[str, Any] = {
         "loss_on": loss_on,
@@ -142,6 +144,8 @@ def prepare_dataset(
             _write_cache(folder, stored)
     dataset, dropped, eos_share = stored
     _check(dataset, dropped, unusable, max_dropped, tokenizer, vocabulary_size)
+    # Of a few rows that stand for all, the tasks of all; otherwise those of rows that are left.
+    names = () if not tasks else tuple(named) if limit is not None else _tasks_of(dataset)
     prepared = PreparedData(dataset, (*unusable, *dropped), len(dataset), fingerprint, tokenizer, eos_share, names)
     return _packed(prepared, max_length) if packing else prepared
 
@@ -157,11 +161,39 @@ def split_eval(prepared: PreparedData, held_out: float | int, *, seed: int) -> t
     if count >= total:
         raise DataError("holding out leaves nothing to train on", where="data.eval", got=f"{count} of {total} rows")
     parts = prepared.dataset.train_test_split(test_size=count, seed=seed)
+    complete = prepared.tasks == _tasks_of(prepared.dataset)
     train, evaluation = (
-        replace(prepared, dataset=part, examples=len(part), fingerprint=f"{prepared.fingerprint}-{name}-{count}-{seed}")
+        replace(
+            prepared,
+            dataset=part,
+            examples=len(part),
+            fingerprint=f"{prepared.fingerprint}-{name}-{count}-{seed}",
+            tasks=_tasks_of(part) if complete else prepared.tasks,
+        )
         for name, part in parts.items()
     )
     return train, evaluation
+
+
+def _tasks_of(dataset: datasets.Dataset) -> tuple[str, ...]:
+    return tuple(sorted(dataset.unique("task"))) if "task" in dataset.column_names else ()
+
+
+def _check_tasks(conversations: Sequence[Conversation], sources: Sequence[DataSource]) -> None:
+    """Refuses files of the same name whose rows would pass for one task, because nobody has named theirs."""
+    unnamed = {source.path for source in sources if source.task is None}
+    files: dict[str, set[str]] = {}
+    for row in conversations:
+        if row.source in unnamed and not row.own_task:
+            files.setdefault(row.task, set()).add(row.source)
+    for task, paths in files.items():
+        if len(paths) > 1:
+            raise DataError(
+                f"several sources would be the one task {task!r}, after the file's name",
+                where="data.train",
+                got=list_choices(sorted(paths)),
+                fix="task: NAME in each source, the same name where they are one task",
+            )
 
 
 Stored = tuple["datasets.Dataset", list[Dropped], float]

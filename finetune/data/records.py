@@ -81,6 +81,12 @@ class Conversation:
     number: int = 0
 
     @property
+    def own_task(self) -> str:
+        """What the row's own column ``task`` says; empty where it says nothing."""
+        named = self.extra.get("task")
+        return "" if named is None else str(named)
+
+    @property
     def where(self) -> str:
         """``file:line``, or the source and the row's id."""
         return f"{self.source}:{self.line}" if self.line is not None else f"{self.source} row {self.id}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.core.files import write_text
 from finetune.report.figures import bytes_in_words, count_in_words, seconds_in_words, share_in_words
-from finetune.report.record import a_task, command_of, lookup
+from finetune.report.record import a_task, command_of, lookup, method_settings
 from finetune.report.results import ResultRow, compare_results
 
 __all__ = ["write_model_card"]
@@ -115,7 +115,6 @@ def _data(run: Mapping[str, Any]) -> str:
 
 
 def _method(run: Mapping[str, Any]) -> str:
-    config = lookup(run, "method.config", {})
     share = lookup(run, "method.share")
     of_all = "" if share is None else f" ({share_in_words(share)} of the parameters)"
     trained = lookup(run, "method.trained")
@@ -123,7 +122,7 @@ def _method(run: Mapping[str, Any]) -> str:
         _item("method", _code(lookup(run, "method.name", ""))),
         _item("paper", lookup(run, "method.paper")),
         _item("trained", None if trained is None else f"{trained:,}{of_all}"),
-        *(_item(_code(str(key)), _code(value)) for key, value in config.items() if value is not None),
+        *(_item(_code(key), _code(value)) for key, value in method_settings(run).items() if value is not None),
     ]
     return _section("Method", lines)
 

@@ -11,7 +11,7 @@ from finetune.core.files import write_text
 from finetune.report.figures import bytes_in_words, count_in_words, seconds_in_words, share_in_words
 from finetune.report.metrics import CURVES, read_events, read_series
 from finetune.report.plots import draw_svg
-from finetune.report.record import command_of, lookup, next_commands, read_record
+from finetune.report.record import command_of, lookup, method_settings, next_commands, read_record
 from finetune.report.rendering import embedded_picture, render_page
 from finetune.report.results import ResultRow, compare_results, compare_samples
 
@@ -158,7 +158,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]
             "name": lookup(record, "method.name"),
             "paper": lookup(record, "method.paper"),
             "trained": _count(lookup(record, "method.trained")),
-            **{str(key): _value(value) for key, value in lookup(record, "method.config", {}).items()},
+            **{key: _value(value) for key, value in method_settings(record).items()},
         },
         "Data": {
             "examples": _count(lookup(record, "data.examples")),

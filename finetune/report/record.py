@@ -10,7 +10,7 @@ from typing import Any
 
 from finetune.core.errors import CheckpointError
 
-__all__ = ["a_task", "command_of", "lookup", "next_commands", "read_record"]
+__all__ = ["a_task", "command_of", "lookup", "method_settings", "next_commands", "read_record"]
 
 RECORD = "run.json"
 
@@ -57,10 +57,19 @@ def command_of(record: Mapping[str, Any]) -> str:
     return " ".join([program, *map(shlex.quote, argv[1:])])
 
 
+def method_settings(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of the run's method; of several methods, each setting by ``METHOD.KEY``."""
+    config = lookup(record, "method.config", {})
+    if isinstance(config, Mapping):
+        return dict(config)
+    return {f"{member['name']}.{key}": value for member in config for key, value in member.items() if key != "name"}
+
+
 def a_task(record: Mapping[str, Any]) -> str | None:
     """Returns one of the tasks that the tuned model tells apart, or None where it does not."""
-    tasks = lookup(record, "method.config.tasks")
-    return str(tasks[-1]) if tasks else None
+    settings = method_settings(record)
+    tasks = next((value for key, value in settings.items() if key.rpartition(".")[2] == "tasks" and value), None)
+    return None if tasks is None else str(tasks[-1])
 
 
 def next_commands(run: Path, record: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -148,7 +148,7 @@ def make_plan(recipe: Recipe, *, meta: bool = False, limit: int | None = None) -
     text_config = config.get_text_config()
     train, calibration, evaluation = _prepare(recipe, tokenizer, text_config, limit, tasks=method.routes)
     _check_batches(train, arguments)
-    asked = _asked(recipe, evaluation) if method.routes else {}
+    asked = _asked(recipe, calibration, evaluation) if method.routes else {}
     method.name_tasks(train.tasks, asked=asked)
     if not meta:
         _check_targets(recipe, source, train.tasks)
@@ -262,12 +262,13 @@ def _check_quantised(config: Any, method: Method) -> None:
         )
 
 
-def _asked(recipe: Recipe, evaluation: PreparedData | None) -> dict[str, str]:
-    """Returns the tasks that the model will be measured on, and where each comes from."""
+def _asked(recipe: Recipe, calibration: PreparedData, evaluation: PreparedData | None) -> dict[str, str]:
+    """Returns the tasks that the model will be looked at and measured on, and where each comes from."""
     from finetune.evaluation.tasks import read_task
 
+    looked_at = {} if recipe.data.calibration is None else dict.fromkeys(calibration.tasks, "data.calibration")
     held_out = {} if evaluation is None else dict.fromkeys(evaluation.tasks, "data.eval")
-    return {**held_out, **{read_task(task).trained_as: "eval.tasks" for task in recipe.eval.tasks}}
+    return {**looked_at, **held_out, **{read_task(task).trained_as: "eval.tasks" for task in recipe.eval.tasks}}
 
 
 def _check_targets(recipe: Recipe, source: dict[str, Any], tasks: Sequence[str]) -> None:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
-from finetune.core.errors import CheckpointError, ConfigError, DataError, list_choices, nearest
+from finetune.core.errors import ConfigError, DataError, list_choices, nearest
 from finetune.methods.base import FILE, MethodConfig
 from finetune.methods.low_rank_adapter import LowRankAdapter, LowRankAdapterConfig
 from finetune.methods.registry import register
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
+    from finetune.methods.primitives.earlier_skills import EarlierSkills
     from finetune.methods.primitives.skill_tuner import SkillsTuner
 
 __all__ = ["MHR", "MHRConfig"]
@@ -26,25 +26,40 @@ _PLACE = ("target_modules", "exclude_modules", "layers_to_transform")
 
 
 class MHRConfig(LowRankAdapterConfig):
-    """How many skills there are, how finely they are mixed, and what a new task starts from."""
+    """How many skills there are, how finely they are mixed, and what a new task starts from.
+
+    What is left at null follows from ``start``, or has the default that its description names.
+    """
 
     tasks: list[str] = Field(default=[], description="Names of the tasks; empty: those of the training rows.")
-    r: int = Field(default=4, ge=1, description="Rank of a task's update.")
-    n_skills: int = Field(default=8, ge=1, description="Skills of each layer.")
-    n_splits: int = Field(
-        default=4, ge=1, description="Parts of each factor that are mixed apart, a divisor of all widths; 1: Poly."
+    r: int | None = Field(default=None, ge=1, description="Rank of a task's update; null: 4.")
+    n_skills: int | None = Field(default=None, ge=1, description="Skills of each layer; null: 8.")
+    n_splits: int | None = Field(
+        default=None,
+        ge=1,
+        description="Parts of each factor that are mixed apart, a divisor of all widths; 1: Poly; null: 4.",
     )
-    granularity: Literal["linear", "sublayer", "block", "model"] = Field(
-        default="linear", description="What has a router of its own: a layer, attention or feed-forward, a block, all."
+    granularity: Literal["linear", "sublayer", "block", "model"] | None = Field(
+        default=None,
+        description="What has a router of its own: a layer, attention or feed-forward, a block, all; null: linear.",
     )
-    routing: Literal["sigmoid", "relaxed_bernoulli", "straight_through", "uniform"] = Field(
-        default="sigmoid",
-        description="Gates of the skills: as they are, sampled while training, rounded, or all skills alike.",
+    routing: Literal["sigmoid", "relaxed_bernoulli", "straight_through", "uniform"] | None = Field(
+        default=None,
+        description="Gates of the skills: as they are, sampled while training, rounded, or all skills alike; null: "
+        "sigmoid.",
     )
-    router_speed: float = Field(
-        default=100.0,
+    router_speed: float | None = Field(
+        default=None,
         gt=0,
-        description="How many times faster than the skills the router's logits move under Adam; published: 100.",
+        description="How many times faster than the skills the router's logits move under Adam; null: 100, as "
+        "published.",
+    )
+    alpha: float | None = Field(  # type: ignore[assignment]
+        default=None, gt=0, description="The update is multiplied by alpha over the rank; null: 16."
+    )
+    target_modules: list[str] | str | None = Field(  # type: ignore[assignment]
+        default=None,
+        description="Names of the layers that are adapted, or a regular expression, as PEFT's; null: all-linear.",
     )
     unknown_task: Literal["error", "uniform"] = Field(
         default="error", description="Rows of a task that was not trained: refused, or all skills mixed alike."
@@ -81,6 +96,13 @@ class MHR(LowRankAdapter):
     Config: ClassVar[type[MethodConfig]] = MHRConfig
     config: MHRConfig
 
+    def __init__(self, config: MethodConfig | None = None) -> None:
+        from finetune.methods.primitives.earlier_skills import EarlierSkills
+
+        given = cast(MHRConfig, config or MHRConfig())
+        self._earlier = None if given.start is None else EarlierSkills(Path(given.start))
+        super().__init__(_complete(given, self._earlier))
+
     def _peft_type(self) -> Any:
         from finetune.methods.primitives.skill_tuner import SKILLS
 
@@ -115,40 +137,24 @@ class MHR(LowRankAdapter):
         from finetune.methods.primitives.skill_tuner import SkillsConfig
 
         given = {name: value for name, value in self.config if name not in ("start", "adapt")}
-        if self.config.start is not None:
-            given |= self._started(self.config.start)
-        elif "adapt" in self.config.model_fields_set:
-            raise ConfigError(
-                "there is nothing to adapt", where="method.adapt", fix="method.start: the final folder of an mhr run"
-            )
-        return SkillsConfig(task_type="CAUSAL_LM", **{**given, **found})
+        return SkillsConfig(task_type="CAUSAL_LM", **{**given, **self._what_adapts(), **found})
 
-    def _started(self, start: str) -> dict[str, Any]:
-        """Returns the settings that follow from the earlier run and from what is to train."""
-        earlier = _read_config(start)
-        settings = {name: earlier[name] for name in (*_SHAPE, *_PLACE)}
-        for name in settings.keys() & self.config.model_fields_set:
-            ours = getattr(self.config, name)
-            if ours != settings[name] and not (isinstance(ours, list) and set(ours) == set(settings[name] or ())):
-                raise ConfigError(
-                    "the skills that are adapted were trained with another value",
-                    where=f"method.{name}",
-                    got=str(ours),
-                    want=str(settings[name]),
-                    fix="leave it out, or train anew without method.start",
-                )
+    def _what_adapts(self) -> dict[str, Any]:
+        """Returns the settings that differ from the earlier run's because only a part of it trains."""
+        if self._earlier is None or self.config.adapt == "full":
+            return {}
         if self.config.adapt == "mu":
-            return {**settings, "n_skills": 1, "n_splits": 1}
-        if self.config.adapt == "full":
-            return settings
-        _refuse_again(earlier["tasks"], self.config.tasks, "method.tasks")
-        tasks = [*earlier["tasks"], *self.config.tasks]
-        return {**settings, "tasks": tasks, "frozen_tasks": len(earlier["tasks"]), "train_skills": False}
+            return {"n_skills": 1, "n_splits": 1}
+        earlier = self._earlier.config["tasks"]
+        _refuse_again(earlier, self.config.tasks, "method.tasks")
+        return {"tasks": [*earlier, *self.config.tasks], "frozen_tasks": len(earlier), "train_skills": False}
 
     def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
         adapted = super()._attach(model, candidates)
-        if self.config.start is not None and not any(p.is_meta for p in adapted.parameters()):
-            _start_from(cast(Any, adapted).base_model, Path(self.config.start), mean=self.config.adapt == "mu")
+        if self._earlier is not None:
+            if not any(parameter.is_meta for parameter in adapted.parameters()):
+                self._earlier.require_base(self._base_fingerprint)
+            self._earlier.write_into(cast(Any, adapted).base_model, mean=self.config.adapt == "mu")
         return adapted
 
     def merge(self) -> nn.Module:
@@ -167,38 +173,42 @@ class MHR(LowRankAdapter):
         return (*super()._chosen(), f"{of}, mixed for {len(trained)} tasks: {list_choices(trained)}")
 
 
-def _read_config(start: str) -> dict[str, Any]:
-    from finetune.methods.primitives.peft_files import ADAPTER_CONFIG
+def _complete(config: MHRConfig, earlier: EarlierSkills | None) -> MHRConfig:
+    """Returns the config with the shape and the place of the earlier run's skills, or with the defaults."""
+    from finetune.methods.primitives.skill_tuner import SkillsConfig
 
-    path = Path(start) / ADAPTER_CONFIG
-    if not path.is_file():
-        raise CheckpointError(f"{ADAPTER_CONFIG} is missing", where=start, want="the final folder of an mhr run")
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if config.get("peft_type") != "MHR":
-        raise CheckpointError(
-            "the skills to adapt are not there", where=start, got=str(config.get("peft_type")), want="an mhr run"
+    if earlier is None:
+        if config.adapt != "full":
+            raise ConfigError(
+                "there is nothing to adapt", where="method.adapt", fix="method.start: the final folder of an mhr run"
+            )
+        usual: dict[str, Any] = {**vars(SkillsConfig()), "target_modules": "all-linear"}
+    else:
+        usual = earlier.config
+        _require_shape(config, earlier)
+    absent = [name for name in (*_SHAPE, *_PLACE) if getattr(config, name) is None]
+    return config.model_copy(update={name: usual[name] for name in absent})
+
+
+def _require_shape(config: MHRConfig, earlier: EarlierSkills) -> None:
+    for name in _SHAPE:
+        ours, theirs = getattr(config, name), earlier.config[name]
+        if ours not in (None, theirs):
+            raise ConfigError(
+                "the skills that are adapted were trained with another value",
+                where=f"method.{name}",
+                got=str(ours),
+                want=str(theirs),
+                fix="leave it out, or train anew without method.start",
+            )
+    if config.adapt == "z" and not earlier.has_router:
+        raise ConfigError(
+            "the earlier run mixed its skills for all tasks alike, so there are no gates to train",
+            where="method.adapt",
+            got="z",
+            want="full or mu",
+            fix="method.adapt: full, or start from a run whose tasks have gates",
         )
-    return config
-
-
-def _start_from(tuner: SkillsTuner, folder: Path, *, mean: bool) -> None:
-    """Writes the earlier skills, or their mean, into the layers, and the earlier tasks' gates beside the new ones."""
-    import torch
-
-    from finetune.methods.primitives.peft_files import read_adapter
-    from finetune.methods.primitives.skill_layer import LinearSkills
-
-    earlier = read_adapter(folder)
-    with torch.no_grad():
-        for name, layer in tuner.model.named_modules():
-            if isinstance(layer, LinearSkills):
-                for part in ("mhr_a", "mhr_b"):
-                    own: Tensor = getattr(layer, part)["default"]
-                    skills = _found(earlier, f"base_model.model.{name}.{part}", folder)
-                    own.copy_(skills.mean(1).view_as(own) if mean else skills)
-        if "default" in tuner.mhr_known:
-            known = [earlier[key] for key in ("base_model.mhr_known", "base_model.mhr_router") if key in earlier]
-            tuner.mhr_known["default"].copy_(torch.cat(known))
 
 
 def _refuse_again(earlier: Sequence[str], tasks: Sequence[str], where: str) -> None:
@@ -209,9 +219,3 @@ def _refuse_again(earlier: Sequence[str], tasks: Sequence[str], where: str) -> N
             got=list_choices(again),
             fix="method.adapt: full, or another name as `task` of the source",
         )
-
-
-def _found(tensors: Mapping[str, Tensor], name: str, folder: Path) -> Tensor:
-    if name not in tensors:
-        raise CheckpointError("the earlier run has not adapted a layer", where=str(folder), got=name)
-    return tensors[name]

@@ -122,7 +122,8 @@ def single_examples(batches: Batches) -> Iterator[dict[str, Any]]:
         for row in range(rows):
             stop = None if mask is None else int(mask[row].nonzero().max()) + 1
             own = {key: value[row : row + 1, :stop] for key, value in tensors.items()}
-            yield {**batch, **own}
+            lists = {key: value[row : row + 1] for key, value in batch.items() if isinstance(value, list)}
+            yield {**batch, **lists, **own}
 
 
 def _moved(model: nn.Module, batches: Batches | Iterator[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Draw", "ForwardCount", "current_draw", "drawing"]
+from finetune.methods.primitives.carried import Carried
 
-_CHECKPOINT = "_gradient_checkpointing_func"
+__all__ = ["DRAW", "Draw", "ForwardCount"]
 
 
 @dataclass(frozen=True)
@@ -58,46 +54,5 @@ class ForwardCount(nn.Module):
         self.value = int(state)
 
 
-# A variable of the context is one of the thread: backward passes on several devices compute again side by side.
-_CURRENT: ContextVar[Draw | None] = ContextVar("draw", default=None)
-
-
-def current_draw() -> Draw | None:
-    """Returns the stochastic pass that is under way, or that is being computed again; None outside of any."""
-    return _CURRENT.get()
-
-
-@contextmanager
-def drawing(model: nn.Module, draw: Draw) -> Iterator[None]:
-    """Makes ``draw`` the current one, now and whenever a part of what runs now is computed again.
-
-    A backward pass computes parts of earlier forwards again, of the second pass of a step before the first; so what
-    is to be computed again takes its draw along.
-
-    Args:
-        model: Its gradient checkpointing is that of transformers.
-        draw: The pass that begins.
-    """
-    places = [module for module in model.modules() if _CHECKPOINT in module.__dict__]
-    functions = [module.__dict__[_CHECKPOINT] for module in places]
-    for module, function in zip(places, functions, strict=True):
-        module.__dict__[_CHECKPOINT] = partial(_with_draw, function, draw)
-    token = _CURRENT.set(draw)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
-        for module, function in zip(places, functions, strict=True):
-            module.__dict__[_CHECKPOINT] = function
-
-
-def _with_draw(checkpoint: Callable[..., Any], draw: Draw, function: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    return checkpoint(partial(_run, draw, function), *args, **kw)
-
-
-def _run(draw: Draw, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    token = _CURRENT.set(draw)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        _CURRENT.reset(token)
+DRAW: Carried[Draw] = Carried("draw")
+"""The stochastic pass that is under way."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 __all__ = ["AutocastForward", "autocast_adapters", "cast_in_place", "widen"]
 
@@ -55,28 +55,31 @@ def autocast_adapters(model: nn.Module, dtype: torch.dtype) -> AutocastForward |
 class AutocastForward:
     """Puts every forward pass of some modules under autocast, until :meth:`remove`.
 
+    The module's own ``forward`` is wrapped: a context that one hook enters and another leaves cannot be compiled.
+
     Args:
         modules: The whole model, or parts of it.
         dtype: Dtype of the matrix products.
     """
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._contexts: list[torch.autocast] = []
-        self._handles: list[RemovableHandle] = []
+        self._before: list[tuple[nn.Module, Any, Any]] = []
         for module in modules:
-            self._handles.append(module.register_forward_pre_hook(self._enter))
-            self._handles.append(module.register_forward_hook(self._exit, always_call=True))
+            set_on_instance, inner = module.__dict__.get("forward"), module.forward
+            # A partial, unlike a closure, is copied and pickled with its module.
+            module.forward = update_wrapper(partial(_narrow, module, inner, dtype), inner)
+            self._before.append((module, module.forward, set_on_instance))
 
     def remove(self) -> None:
-        """Takes the hooks off."""
-        for handle in self._handles:
-            handle.remove()
+        """Gives the modules their own forward back, where nobody has wrapped it since."""
+        for module, wrapped, set_on_instance in self._before:
+            if module.__dict__.get("forward") is wrapped:
+                del module.forward
+                if set_on_instance is not None:
+                    module.forward = set_on_instance
+        self._before.clear()
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        context = torch.autocast(next(module.parameters()).device.type, self._dtype)
-        context.__enter__()  # type: ignore[no-untyped-call]
-        self._contexts.append(context)
 
-    def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._contexts.pop().__exit__(None, None, None)
+def _narrow(module: nn.Module, inner: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(next(module.parameters()).device.type, dtype):
+        return inner(*args, **kwargs)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from finetune.core.errors import TrainingError
-from finetune.methods.primitives.expert_draw import current_draw
+from finetune.methods.primitives.expert_draw import DRAW
 from finetune.methods.primitives.low_rank_layer import LowRankLayer, product_dtype
 from finetune.methods.primitives.sparse_experts import SparseExperts
 
@@ -76,7 +76,7 @@ class MosaLinear(LowRankLayer):
         Raises:
             TrainingError: A pass trains, and nobody knows which it is.
         """
-        draw = current_draw()
+        draw = DRAW.get()
         if draw is None:
             if self.training and torch.is_grad_enabled():
                 raise TrainingError(

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from finetune.core.errors import TargetError, TrainingError
-from finetune.methods.primitives.expert_draw import Draw, ForwardCount, drawing
+from finetune.methods.primitives.expert_draw import DRAW, Draw, ForwardCount
 from finetune.methods.primitives.mosa_layer import MosaLinear
 from finetune.methods.primitives.peft_registration import register_tuner
 from finetune.methods.primitives.two_passes import two_passes
@@ -134,7 +134,7 @@ class MosaTuner(BaseTuner):
         counts = {name: self._next_forward(name) for name in configs}
 
         def run(number: int, **given: Any) -> Any:
-            with drawing(self.model, Draw(seeds, counts, number)):
+            with DRAW.during(self.model, Draw(seeds, counts, number)):
                 return self.model(*args, **given)
 
         weights = [(config.beta, config.gamma) for config in configs.values() if config.beta or config.gamma]

@@ -126,24 +126,22 @@ class LinearShards(LowRankLayer):
     def factors(self, adapter: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns A (r, a) and B^T (r, b) of an adapter in ``dtype``: gathered as float32, cast once.
 
-        In evaluation they are kept, as long as the pools stay what they were.
+        In evaluation they are kept, as long as the pools stay what they were. Pools that train may be written in ways
+        that leave no trace, through ``.data`` for one.
         """
-        if self.training or torch.is_grad_enabled():
-            self._laid_out.clear()
-            shared = self.owner.gathered(adapter, self.shards_groups[adapter])
-            return self._gather(adapter, dtype) if shared is None else self._views(adapter, shared, dtype)
         pools = self.shards_pool_a[adapter], self.shards_pool_b[adapter]
+        if torch.is_grad_enabled() or any(pool.requires_grad for pool in pools):
+            self._laid_out.clear()
+            shared = self.owner.gathered(adapter, self.shards_groups[adapter], self.shards_places[adapter])
+            if shared is None:
+                return self._gather(adapter, dtype)
+            device = self.shards_index_a[adapter].device
+            return shared[0].to(device=device, dtype=dtype), shared[1].to(device=device, dtype=dtype)
         state = dtype, *((pool.data_ptr(), pool._version) for pool in pools)
         known = self._laid_out.get(adapter)
         if known is None or known[0] != state:
             known = self._laid_out[adapter] = state, self._gather(adapter, dtype)
         return known[1]
-
-    def _views(self, adapter: str, shared: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        place = self.shards_places[adapter]
-        device = self.shards_index_a[adapter].device
-        first, second = (factor[place].to(device=device, dtype=dtype) for factor in shared)
-        return first, second
 
     def _gather(self, adapter: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         r = self.r[adapter]
@@ -176,10 +174,14 @@ class LinearShards(LowRankLayer):
         return y
 
     def _mixed(self, x: Tensor, y: Tensor, adapter_names: Sequence[str]) -> Tensor:
+        # Beams, several answers and flattened tokens multiply the rows, those of one row side by side.
+        times, rest = divmod(len(x), len(adapter_names))
+        if rest:
+            raise ValueError(f"there are {len(adapter_names)} adapter_names for {len(x)} rows: one for each is needed")
         y = y.clone()
         for adapter in dict.fromkeys(adapter_names):
             if adapter in self.r:
-                rows = [row for row, name in enumerate(adapter_names) if name == adapter]
+                rows = [row for row in range(len(x)) if adapter_names[row // times] == adapter]
                 y[rows] += self._update(adapter, x[rows]).to(y.dtype)
         return y
 

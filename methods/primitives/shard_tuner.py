@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -16,6 +16,7 @@ from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPP
 from torch import Tensor, nn
 
 from finetune.core.errors import TargetError
+from finetune.methods.primitives.carried import Carried
 from finetune.methods.primitives.low_rank_layer import product_dtype
 from finetune.methods.primitives.peft_registration import register_tuner
 from finetune.methods.primitives.projections import in_features, out_features
@@ -65,7 +66,7 @@ class ShardsConfig(PeftConfig):
     unshared_rank: int = 0
     num_shards_b: int | None = None
     random_scaling: float | None = None
-    gather: str = "layer"
+    gather: str = "model"
     alpha: float = 16
     dropout: float = 0.0
     seed: int = 0
@@ -155,6 +156,9 @@ def _prolora(config: ShardsConfig, group: _Group) -> Plans:
 _PLANS: dict[str, Callable[[ShardsConfig, _Group], Plans]] = {"mos": _mos, "prolora": _prolora, "pure": _pure}
 
 
+_GATHERED: Carried[dict[tuple[str, str], list[tuple[Tensor, Tensor]]]] = Carried("gathered")
+
+
 class ShardsTuner(BaseTuner):
     """Owns the pools, by adapter and group, so that wrappers and state dicts see each once; layers refer to them."""
 
@@ -177,7 +181,6 @@ class ShardsTuner(BaseTuner):
         if "shards_pool_a" not in self._modules:
             self.shards_pool_a, self.shards_pool_b = nn.ModuleDict({}), nn.ModuleDict({})
             self._places: dict[str, dict[str, tuple[str, int, Tensor, Tensor, Tensor | None]]] = {}
-            self._gathered: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
             self.seen_outside_backward = False
         config: Any = self._prepare_adapter_config(self.peft_config[adapter_name], self.get_model_config(model))
         self._make_pools(adapter_name, config, self._groups(model, config), on_meta=low_cpu_mem_usage)
@@ -268,30 +271,36 @@ class ShardsTuner(BaseTuner):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model."""
         self.seen_outside_backward = False
-        self._gathered = self._gather_all() if self.training and torch.is_grad_enabled() else {}
-        return super().forward(*args, **kwargs)
+        whole = [name for name in self.active_adapters if cast(Any, self.peft_config[name]).gather == "model"]
+        # A compiler fuses the small kernels itself, and could not see through what is carried.
+        if not (whole and self.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        with _GATHERED.during(self.model, self._gather(whole)):
+            return super().forward(*args, **kwargs)
 
-    def _gather_all(self) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
-        """Returns by adapter and group A (layers, r, a) and B^T (layers, r, b), laid out at once."""
-        wanted = [name for name in self.active_adapters if cast(Any, self.peft_config[name]).gather == "model"]
-        layers = [layer for layer in self.modules() if isinstance(layer, LinearShards)] if wanted else []
+    def _gather(self, adapters: Sequence[str]) -> dict[tuple[str, str], list[tuple[Tensor, Tensor]]]:
+        """Returns by adapter and group the factors of its layers, in their order."""
+        layers = [layer for layer in self.modules() if isinstance(layer, LinearShards)]
         found = {}
-        for adapter in wanted:
+        for adapter in adapters:
             for group in cast(nn.ParameterDict, self.shards_pool_a[adapter]):
                 own = [layer for layer in layers if layer.shards_groups.get(adapter) == group]
                 found[adapter, group] = _gather_group(own, adapter)
         return found
 
-    def gathered(self, adapter: str, group: str) -> tuple[Tensor, Tensor] | None:
-        """Returns what was laid out for a group when the pass began, or None where each layer does that for itself.
+    def gathered(self, adapter: str, group: str, place: int) -> tuple[Tensor, Tensor] | None:
+        """Returns what was laid out for a layer when the pass began, or None where each layer does that for itself.
 
         Reentrant recomputation goes through the graph of each part by itself, so there is none to share.
         """
-        found = self._gathered.get((adapter, group))
-        if found is not None and found[0].requires_grad and not torch.is_grad_enabled():
-            self._gathered = {}
+        every = {} if torch.compiler.is_compiling() else _GATHERED.get() or {}
+        if (adapter, group) not in every:
             return None
-        return found
+        factors = every[adapter, group][place]
+        if factors[0].requires_grad and not torch.is_grad_enabled():
+            every.clear()
+            return None
+        return factors
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -305,11 +314,11 @@ class ShardsTuner(BaseTuner):
         unknown = sorted(set(names) - {*self.peft_config, "__base__"})
         if unknown:
             raise ValueError(f"there are no adapters {', '.join(unknown)}")
-        beams = kwargs.get("num_beams") or 1
-        repeated = [name for name in names for _ in range(beams)]
+        if any(layer.merged for layer in self.modules() if isinstance(layer, LinearShards)):
+            raise ValueError("an adapter is merged into the weights of all rows: unmerge_adapter() first")
 
         def hand_over(layer: nn.Module, given: Any, named: dict[str, Any]) -> Any:
-            return given, {**named, "adapter_names": repeated}
+            return given, {**named, "adapter_names": names}
 
         layers = [layer for layer in self.modules() if isinstance(layer, LinearShards)]
         handles = [layer.register_forward_pre_hook(hand_over, with_kwargs=True) for layer in layers]
@@ -320,18 +329,23 @@ class ShardsTuner(BaseTuner):
                 handle.remove()
 
 
-def _gather_group(layers: list[LinearShards], adapter: str) -> tuple[Tensor, Tensor]:
+def _gather_group(layers: list[LinearShards], adapter: str) -> list[tuple[Tensor, Tensor]]:
+    """Returns A (r, a) and B^T (r, b) of each layer of a group, from one lookup for each factor."""
     r = layers[0].r[adapter]
     pairs = (
         (layers[0].shards_pool_a[adapter], [layer.shards_index_a[adapter] for layer in layers]),
         (layers[0].shards_pool_b[adapter], [layer.shards_index_b[adapter] for layer in layers]),
     )
     dtype = product_dtype(cast(Tensor, layers[0].get_base_layer().weight))
+    # Unbound, the gradients of all layers are put together in one go; indexing would write each among zeros.
     first, second = (
-        F.embedding(torch.stack([index.to(pool.device) for index in indices]), pool).view(len(layers), r, -1).to(dtype)
+        F.embedding(torch.stack([index.to(pool.device) for index in indices]), pool)
+        .view(len(layers), r, -1)
+        .to(dtype)
+        .unbind()
         for pool, indices in pairs
     )
-    return first, second
+    return list(zip(first, second, strict=True))
 
 
 SHARDS = register_tuner("shards", ShardsConfig, ShardsTuner)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from finetune.core.errors import TrainingError
 from finetune.methods.primitives.low_rank_layer import LowRankLayer, product_dtype
 
 __all__ = ["LinearSkills"]
@@ -102,6 +103,13 @@ class LinearSkills(LowRankLayer):
             return F.linear((x @ first_Uar[0]) * self.scaling[adapter], second_Ubr[0])
         # Whatever lies between a row and its numbers (beams, experts' flattened tokens), the rows come first.
         inverse_N = inverse_N.to(x.device)
+        if len(x) % len(inverse_N):
+            raise TrainingError(
+                "a layer does not see all rows of the batch, so it cannot tell their tasks apart",
+                where="method.target_modules",
+                got=f"{len(x)} rows of {len(inverse_N)}",
+                fix="method.exclude_modules: the layer, such as an expert that sees some tokens only",
+            )
         x_NTa = x.reshape(len(inverse_N), -1, self.in_features)
         z_NTr = torch.bmm(x_NTa, first_Uar[inverse_N]) * self.scaling[adapter]
         return torch.bmm(z_NTr, second_Ubr[inverse_N].mT).reshape(*x.shape[:-1], self.out_features)

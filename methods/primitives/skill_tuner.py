@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftConfig
@@ -17,10 +18,10 @@ from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from torch import Tensor, nn
 
-from finetune.core.errors import CapabilityError, ConfigError, DataError, TargetError, list_choices
+from finetune.core.errors import CapabilityError, ConfigError, DataError, TargetError, TrainingError, list_choices
 from finetune.methods.primitives.peft_registration import register_tuner
 from finetune.methods.primitives.skill_layer import LinearSkills
-from finetune.methods.primitives.task_routing import Batch, gates, mixing_weights, place_tasks
+from finetune.methods.primitives.task_routing import ROUTING, Batch, Routing, gates, mixing_weights, place_tasks
 from finetune.methods.primitives.tuner_targets import targeted_layers
 
 __all__ = ["SkillsConfig", "SkillsTuner"]
@@ -86,10 +87,7 @@ class SkillsConfig(PeftConfig):
 
 
 class SkillsTuner(BaseTuner):
-    """Owns the routers, so that wrappers and state dicts see each once, and knows the tasks of the current batch.
-
-    Those stay until the next forward pass, so that activations that are computed again see them too.
-    """
+    """Owns the routers, so that wrappers and state dicts see each once, and knows the tasks of the current batch."""
 
     prefix: str = "mhr_"
     tuner_layer_cls = LinearSkills
@@ -111,10 +109,6 @@ class SkillsTuner(BaseTuner):
             self.mhr_router, self.mhr_known = nn.ParameterDict({}), BufferDict(persistent=True)
             self.task: str | None = None
             self.seen_outside_backward = False
-            self._batch: Batch | None = None
-            self._mixed: dict[str, Tensor] = {}
-            self._noise: dict[str, Tensor] = {}
-            self._layer_by_layer = False
         config: Any = self._prepare_adapter_config(self.peft_config[adapter_name], self.get_model_config(model))
         self._check(config)
         self._generator = torch.Generator().manual_seed(config.seed)
@@ -129,8 +123,9 @@ class SkillsTuner(BaseTuner):
                 state_dict=state_dict,
             )
         except Exception:
-            if adapter_name in self.mhr_router:
-                del self.mhr_router[adapter_name]
+            for held in (self.mhr_router, self.mhr_known):
+                if adapter_name in held:
+                    del held[adapter_name]
             raise
         finally:
             del self._places, self._generator
@@ -191,23 +186,22 @@ class SkillsTuner(BaseTuner):
             **kwargs: As the model's.
 
         Raises:
-            DataError: A task is unknown, or none is given and there are several.
+            DataError: A task is unknown, there is not one for each row, or none is given and there are several.
         """
         self.seen_outside_backward = False
-        self._route(tasks)
-        try:
+        with ROUTING.during(self.model, self._route(tasks, args, kwargs)):
             return super().forward(*args, **kwargs)
-        finally:
-            if not torch.is_grad_enabled():
-                self._forget()
 
     def generate(self, *args: Any, tasks: Sequence[str] | None = None, **kwargs: Any) -> Any:
         """Generates as the model does; rows that beams or several answers multiply keep their task."""
-        self._route(tasks)
-        try:
+        with ROUTING.during(self.model, self._route(tasks, args, kwargs)):
             return self.model.generate(*args, **kwargs)
-        finally:
-            self._forget()
+
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        if kwargs.get("adapter_names") is not None:
+            raise ValueError("rows have no adapters of their own here, but tasks: model(..., tasks=[...])")
+        yield
 
     def use_task(self, task: str | None) -> None:
         """Says which task rows have that name none, and which is merged and exported; None: rows must name theirs.
@@ -216,42 +210,39 @@ class SkillsTuner(BaseTuner):
             DataError: The task is unknown.
         """
         if task is not None:
-            self._place([task])
+            self._place(self.active_adapters[0], [task])
         self.task = task
-        self._forget()
 
     @property
     def tasks(self) -> tuple[str, ...]:
         """Names of the tasks that the active adapter knows."""
-        return tuple(self._config.tasks)
+        return tuple(cast(Any, self.peft_config[self.active_adapters[0]]).tasks)
 
-    @property
-    def _config(self) -> Any:
-        return self.peft_config[self.active_adapters[0]]
-
-    def _place(self, names: Sequence[str]) -> Batch:
+    def _place(self, adapter: str, names: Sequence[str]) -> Batch:
+        config: Any = self.peft_config[adapter]
         device = next(self.model.parameters()).device
-        unknown = self._config.unknown_task if self._config.has_router else "uniform"
-        return place_tasks(names, self._config.tasks, unknown=unknown, device=device)
+        unknown = config.unknown_task if config.has_router else "uniform"
+        return place_tasks(names, config.tasks, unknown=unknown, device=device)
 
-    def _route(self, tasks: Sequence[str] | None) -> None:
-        self._forget()
-        self._batch = self._place([self._default_task()] if tasks is None else [str(task) for task in tasks])
+    def _route(self, tasks: Sequence[str] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Routing]:
+        """Returns for each active adapter how the pass mixes its skills."""
+        if tasks is not None:
+            _require_one_per_row(tasks, args, kwargs)
+        routings = {}
         for adapter in self.active_adapters:
-            if adapter in self.mhr_router:
-                config: Any = self.peft_config[adapter]
-                if self.training and config.routing == "relaxed_bernoulli":
-                    shape = (len(self._batch.tasks), *self.mhr_router[adapter].shape[1:])
-                    self._noise[adapter] = _logistic(shape, self.mhr_router[adapter].device)
-                self._mixed[adapter] = self._weights(adapter, self._batch.tasks, slice(None))
+            config: Any = self.peft_config[adapter]
+            names = [self._default_task(adapter)] if tasks is None else [str(task) for task in tasks]
+            routing = routings[adapter] = Routing(self._place(adapter, names), None, None)
+            if adapter not in self.mhr_router:
+                continue
+            if self.training and config.routing == "relaxed_bernoulli":
+                shape = (len(routing.batch.tasks), *self.mhr_router[adapter].shape[1:])
+                routing.noise = _logistic(shape, self.mhr_router[adapter].device)
+            routing.weights = self._weights(adapter, routing, slice(None))
+        return routings
 
-    def _forget(self) -> None:
-        self._batch, self._layer_by_layer = None, False
-        self._mixed.clear()
-        self._noise.clear()
-
-    def _default_task(self) -> str:
-        config = self._config
+    def _default_task(self, adapter: str) -> str:
+        config: Any = self.peft_config[adapter]
         if self.task is not None or not config.has_router or len(config.tasks) == 1:
             return str(self.task if self.task is not None else (config.tasks or [""])[0])
         raise DataError(
@@ -262,21 +253,32 @@ class SkillsTuner(BaseTuner):
         )
 
     def mixing(self, adapter: str, place: int) -> tuple[Tensor, Tensor]:
-        """Returns the weights (U, S, K) of a layer's router for the tasks of the batch, and each row's task in it."""
-        if self._batch is None:
-            self._route(None)
-        batch = self._batch
-        assert batch is not None
+        """Returns the weights (U, S, K) of a layer's router for the tasks of the batch, and each row's task in it.
+
+        Raises:
+            TrainingError: Something other than transformers computes activations again, and has lost the tasks.
+        """
+        routing = (ROUTING.get() or self._route_outside())[adapter]
         if adapter not in self.mhr_router:
             config: Any = self.peft_config[adapter]
             even = torch.full((1, config.n_splits, config.n_skills), 1 / config.n_skills)
-            return even, batch.inverse
+            return even, routing.batch.inverse
         # Weights that all layers share belong to one graph: reentrant recomputation would go through it many times.
-        if self._mixed[adapter].requires_grad and not torch.is_grad_enabled():
-            self._layer_by_layer = True
-        if self._layer_by_layer:
-            return self._weights(adapter, batch.tasks, slice(place, place + 1))[:, 0], batch.inverse
-        return self._mixed[adapter][:, place], batch.inverse
+        if routing.weights is not None and routing.weights.requires_grad and not torch.is_grad_enabled():
+            routing.weights = None
+        if routing.weights is None:
+            return self._weights(adapter, routing, slice(place, place + 1))[:, 0], routing.batch.inverse
+        return routing.weights[:, place], routing.batch.inverse
+
+    def _route_outside(self) -> dict[str, Routing]:
+        """Returns the routing of a base that is called past this tuner: there all rows have the task in use."""
+        if torch._C._current_graph_task_id() != -1:
+            raise TrainingError(
+                "activations are computed again, and what does that has lost the tasks of the batch",
+                fix="model.gradient_checkpointing_enable(), and forward passes through the PeftModel",
+            )
+        placed = ((adapter, [self._default_task(adapter)]) for adapter in self.active_adapters)
+        return {adapter: Routing(self._place(adapter, names), None, None) for adapter, names in placed}
 
     def mixing_of_one(self, adapter: str, place: int) -> Tensor:
         """Returns the weights (1, S, K) of a layer's router for the task that the tuner serves now.
@@ -288,7 +290,7 @@ class SkillsTuner(BaseTuner):
         if adapter not in self.mhr_router:
             return torch.full((1, config.n_splits, config.n_skills), 1 / config.n_skills)
         try:
-            batch = self._place([self._default_task()])
+            batch = self._place(adapter, [self._default_task(adapter)])
         except DataError as error:
             raise CapabilityError(
                 "weights serve one task, and the adapter knows several",
@@ -296,18 +298,31 @@ class SkillsTuner(BaseTuner):
                 want=list_choices(config.tasks),
                 fix="model.base_model.use_task(name), or --task NAME",
             ) from error
-        return self._weights(adapter, batch.tasks, slice(place, place + 1))[:, 0]
+        return self._weights(adapter, Routing(batch, None, None), slice(place, place + 1))[:, 0]
 
-    def _weights(self, adapter: str, tasks: Tensor, places: slice) -> Tensor:
+    def _weights(self, adapter: str, routing: Routing, places: slice) -> Tensor:
         """Returns the weights (U, R, S, K) of some routers; a task that is unknown mixes all skills alike."""
         config: Any = self.peft_config[adapter]
         router = self.mhr_router[adapter]
         parts = [self.mhr_known[adapter]] if config.frozen_tasks else []
         # Logits of zero give even weights; the row is the last, where UNKNOWN points.
         none = router.new_zeros(1, *router.shape[1:])
-        logits = torch.cat([*parts, router, none])[:, places][tasks] * config.router_speed
-        noise = self._noise[adapter][:, places] if adapter in self._noise else None
+        logits = torch.cat([*parts, router, none])[:, places][routing.batch.tasks] * config.router_speed
+        noise = None if routing.noise is None else routing.noise[:, places]
         return mixing_weights(gates(logits, noise=noise, rounded=config.routing == "straight_through"))
+
+
+def _require_one_per_row(tasks: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Checks that there is a task for each row of what the model takes."""
+    given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), kwargs.get("inputs"), *args[:1])
+    rows = next((len(value) for value in given if value is not None), None)
+    if isinstance(tasks, str) or rows not in (None, len(tasks)):
+        raise DataError(
+            "there is not one task for each row",
+            where="tasks",
+            got=f"the text {tasks!r}" if isinstance(tasks, str) else f"{len(tasks)} tasks",
+            want="a list of names" if rows is None else f"a list of {rows} names",
+        )
 
 
 def _places(layers: dict[str, nn.Module], config: SkillsConfig) -> dict[str, int]:

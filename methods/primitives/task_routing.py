@@ -8,15 +8,16 @@ arXiv 2202.13914, section 3; Caccia et al., arXiv 2211.03831, section 3).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from finetune.core.errors import DataError, list_choices, nearest
+from finetune.methods.primitives.carried import Carried
 
-__all__ = ["UNKNOWN", "Batch", "gates", "mixing_weights", "place_tasks"]
+__all__ = ["ROUTING", "UNKNOWN", "Batch", "Routing", "gates", "mixing_weights", "place_tasks"]
 
 UNKNOWN = -1
 """In place of a task's number where all skills are mixed alike."""
@@ -34,6 +35,25 @@ class Batch:
 
     tasks: Tensor
     inverse: Tensor
+
+
+@dataclass
+class Routing:
+    """How one forward pass mixes the skills of an adapter.
+
+    Attributes:
+        batch: The tasks of its rows.
+        weights: What all routers say, (U, R, S, K); None where each layer computes its own router's.
+        noise: What was drawn beside the logits, of the same shape.
+    """
+
+    batch: Batch
+    weights: Tensor | None
+    noise: Tensor | None
+
+
+ROUTING: Carried[Mapping[str, Routing]] = Carried("routing")
+"""Of the pass that is under way, by adapter."""
 
 
 def place_tasks(names: Sequence[str], known: Sequence[str], *, unknown: str, device: torch.device) -> Batch:
@@ -57,7 +77,8 @@ def place_tasks(names: Sequence[str], known: Sequence[str], *, unknown: str, dev
                 where="tasks",
                 want=list_choices(known),
                 near=nearest(name, known),
-                fix="a task that was trained, or unknown_task: uniform, which mixes all skills alike",
+                fix="the name of a task that was trained (of a task file: its key `task`), or unknown_task: uniform, "
+                "which mixes all skills alike",
             )
         numbers.append(known.index(name) if name in known else UNKNOWN)
     places = {name: place for place, name in enumerate(different)}
@@ -70,10 +91,14 @@ def gates(logits: Tensor, *, noise: Tensor | None = None, rounded: bool = False)
     Args:
         logits: Any shape.
         noise: Of a relaxed Bernoulli sample at temperature 1: logistic, of the same shape.
-        rounded: Whether the gate is 0 or 1, with the gradient of the gate that was rounded.
+        rounded: Whether the gate is 0 or 1, with the gradient of the gate that was rounded; of a split's, the last
+            dimension, the largest is always 1.
     """
     soft = torch.sigmoid(logits if noise is None else logits + noise)
-    return soft + (soft.round() - soft).detach() if rounded else soft
+    if not rounded:
+        return soft
+    hard = (soft >= 0.5) | (soft == soft.amax(-1, keepdim=True))
+    return soft + (hard.to(soft) - soft).detach()
 
 
 def mixing_weights(gates_USK: Tensor) -> Tensor:

@@ -187,6 +187,19 @@ def test_tasks_are_the_column_else_the_sources_else_the_files_name(tmp_path: Pat
     assert prepare_dataset(renamed, tiny_tokenizer(), tasks=True).fingerprint != prepared.fingerprint
 
 
+def test_tasks_are_those_of_the_rows_that_are_left(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "completion": "a", "task": 0}] * 9 + [{"prompt": "p", "completion": "b" * 200, "task": "x"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options: dict[str, Any] = {"tasks": True, "max_length": 64}
+    assert prepare_dataset([Source(path)], tiny_tokenizer(), **options).tasks == ("0",)
+    whole = prepare_dataset([Source(path)], tiny_tokenizer(), tasks=True)
+    parts = split_eval(whole, 1, seed=0)
+    assert sorted(len(part.dataset.unique("task")) for part in parts) == sorted(len(part.tasks) for part in parts)
+    few = prepare_dataset([Source(path)], tiny_tokenizer(), limit=2, **options)  # which stand for all
+    assert few.tasks == split_eval(few, 1, seed=0)[0].tasks == ("0", "x")
+
+
 def test_held_out_rows_leave_the_training_rows(tmp_path: Path) -> None:
     prepared = prepare_dataset([rows_file(tmp_path, [str(i) for i in range(10)])], tiny_tokenizer())
     train, held_out = split_eval(prepared, 0.2, seed=0)

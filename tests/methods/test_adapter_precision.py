@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,26 @@ def test_a_float32_base_is_untouched() -> None:
     config = LoraConfig(task_type="CAUSAL_LM", **LORA)
     same_values(model, reference := get_peft_model(tiny_llama(), config))
     assert torch.equal(logits(model), logits(reference))
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_it_compiles_without_a_graph_break(method: str) -> None:
+    settings = LORA if method == "lora" else {}
+    model = finetune.method(method, **settings).attach(tiny_llama(dtype=torch.bfloat16))
+    expected = model(input_ids=ROWS, labels=ROWS).loss.detach()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    loss = compiled(input_ids=ROWS, labels=ROWS).loss
+    loss.backward()
+    assert torch.equal(loss.detach(), expected)
+
+
+def test_a_copy_computes_with_its_own_parameters() -> None:
+    model = adapted()
+    same_values(model)
+    before = logits(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert not logits(twin).any()
+    assert torch.equal(logits(model), before)

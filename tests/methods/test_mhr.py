@@ -11,10 +11,12 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel, convert_to_lora, get_peft_model
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import LlamaForCausalLM
 
 import finetune
-from finetune.core.errors import CapabilityError, CheckpointError, ConfigError, DataError, TargetError
+from finetune.core.errors import CapabilityError, CheckpointError, ConfigError, DataError, TargetError, TrainingError
+from finetune.methods.primitives.calibration import single_examples
 from finetune.methods.primitives.skill_layer import LinearSkills, _mix
 from finetune.methods.primitives.skill_tuner import SkillsConfig, SkillsTuner
 from finetune.methods.primitives.task_routing import gates, mixing_weights
@@ -89,6 +91,8 @@ class TestMixing:
         found.sum().backward()
         soft = torch.sigmoid(logits.detach())
         assert torch.allclose(logits.grad, soft * (1 - soft))
+        # Of skills that are all off, the least so stays.
+        assert gates(torch.tensor([[-3.0, -1.0], [1.0, 2.0]]), rounded=True).tolist() == [[0, 1], [1, 1]]
 
 
 class TestRouting:
@@ -136,6 +140,73 @@ class TestRouting:
         for name, gradient in found[0].items():
             assert torch.allclose(found[1][name], gradient, atol=1e-12, rtol=1e-9), name
 
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_each_forward_is_computed_again_with_its_own_tasks(self, reentrant: bool) -> None:
+        found = []
+        for recompute in (False, True):
+            model = stir(mhr()).double().train()
+            if recompute:
+                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+                model.enable_input_require_grads()
+            first = model(input_ids=ROWS, labels=ROWS, tasks=["c", "a", "c"]).loss
+            logits(model, tasks=["b", "b", "b"])
+            second = model(input_ids=ROWS, labels=ROWS, tasks=["a", "b", "b"]).loss
+            (first + second).backward()
+            found.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+        for name, gradient in found[0].items():
+            assert torch.allclose(found[1][name], gradient, atol=1e-12, rtol=1e-9), name
+
+    def test_who_recomputes_without_the_tasks_is_told(self) -> None:
+        model = stir(mhr()).train()
+        blocks = model.base_model.model.model.layers
+        blocks[0] = checkpoint_wrapper(blocks[0])
+        loss = model(input_ids=ROWS, labels=ROWS, tasks=TASKS).loss
+        with pytest.raises(TrainingError, match="lost the tasks"):
+            loss.backward()
+
+    def test_a_batch_leaves_nothing_behind(self) -> None:
+        model = stir(mhr()).train()
+        model(input_ids=ROWS, labels=ROWS, tasks=TASKS).loss.backward()
+        twin = copy.deepcopy(model).eval()
+        assert torch.equal(logits(twin, tasks=TASKS), logits(model.eval(), tasks=TASKS))
+        with pytest.raises(DataError, match="tasks are not given"):
+            model.base_model.model(input_ids=ROWS)
+        model.base_model.use_task("b")
+        past = model.base_model.model(input_ids=ROWS).logits
+        assert torch.allclose(past, logits(model, tasks=["b"] * 3), atol=1e-6)
+
+    @pytest.mark.parametrize("tasks", [["a", "b"], "abc", ["a"] * 6])
+    def test_each_row_has_one_task(self, tasks: Any) -> None:
+        model = mhr()
+        for call in (model, model.generate):
+            with pytest.raises(DataError, match="not one task for each row"):
+                call(input_ids=ROWS, tasks=tasks)
+
+    def test_each_of_several_adapters_numbers_its_tasks_itself(self) -> None:
+        model = stir(mhr())
+        model.add_adapter("turned", SkillsConfig(task_type="CAUSAL_LM", **{**SMALL, "tasks": TASKS[::-1]}))  # type: ignore[call-arg]
+        twice = stir(mhr(alpha=32))
+        with torch.no_grad():
+            router = model.base_model.mhr_router
+            router["turned"].copy_(router["default"].flip(0))
+            for layer in layers_of(model).values():
+                for held in (layer.mhr_a, layer.mhr_b):
+                    held["turned"].copy_(held["default"])
+        model.base_model.set_adapter(["default", "turned"])
+        tasks = ["a", "c", "b"]
+        assert torch.allclose(logits(model, tasks=tasks), logits(twice, tasks=tasks), atol=1e-5)
+
+    def test_rows_have_no_adapters_of_their_own(self) -> None:
+        with pytest.raises(ValueError, match="but tasks"):
+            logits(mhr(), tasks=TASKS, adapter_names=["default"] * 3)
+
+    def test_a_layer_that_sees_a_part_of_the_rows_is_named(self) -> None:
+        model = stir(mhr())
+        layer = next(iter(layers_of(model).values()))
+        layer.register_forward_pre_hook(lambda module, given: (given[0][:2],))
+        with pytest.raises(TrainingError, match="not see all rows"):
+            logits(model, tasks=TASKS)
+
     def test_beams_and_several_answers_keep_their_rows_task(self) -> None:
         model = stir(mhr())
         options: dict[str, Any] = {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False, "num_beams": 3}
@@ -155,12 +226,13 @@ class TestRouting:
         assert torch.equal(drawn[0], drawn[1])
         assert not torch.allclose(drawn[0], drawn[2], atol=1e-3)
 
-    def test_a_task_that_was_not_trained_is_refused_or_mixes_all_skills_alike(self) -> None:
+    @pytest.mark.parametrize("routing", ["sigmoid", "straight_through"])
+    def test_a_task_that_was_not_trained_is_refused_or_mixes_all_skills_alike(self, routing: str) -> None:
         with pytest.raises(DataError, match="unknown task 'bb'"):
             logits(mhr(tasks=["aa", "b_", "cc"]), tasks=["aa", "bb", "cc"])
         with pytest.raises(DataError, match="tasks are not given"):
             logits(mhr())
-        model = stir(mhr(unknown_task="uniform"))
+        model = stir(mhr(unknown_task="uniform", routing=routing))
         even = stir(mhr(routing="uniform"))
         for name, parameter in even.named_parameters():
             if "mhr_" in name:
@@ -287,6 +359,36 @@ class TestAdaptation:
             finetune.method("mhr", tasks=["a"], start=str(earlier), adapt="z")
         with pytest.raises(CheckpointError, match="is missing"):
             finetune.method("mhr", start=str(tmp_path))
+        for target in ("q_proj", ["q_proj", "v_proj"]):
+            with pytest.raises((CheckpointError, TargetError), match=r"other layers|no module matches"):
+                self.attached(earlier, "full", target_modules=target)
+        other = tiny_llama()
+        with torch.no_grad():
+            other.lm_head.weight.add_(1.0)
+        with pytest.raises(CheckpointError, match="another base"):
+            finetune.method("mhr", tasks=["new"], start=str(earlier)).attach(other)
+        assert finetune.method("mhr", tasks=["new"], start=str(earlier)).attach(tiny_llama(meta=True))
+
+    def test_the_earlier_run_says_which_layers(self, tmp_path: Path) -> None:
+        some = {**SMALL, "target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1], "r": 3}
+        earlier = finetune.method("mhr", **some)
+        stir(earlier.attach(tiny_llama()))
+        earlier.save(tmp_path)
+        for adapt in ("full", "z", "mu"):
+            method = finetune.method("mhr", tasks=["new"], start=str(tmp_path), adapt=adapt)
+            model = method.attach(tiny_llama())
+            assert sorted(layers_of(model)) == sorted(layers_of(earlier.model))
+            assert method.metadata()["config"]["r"] == 3
+
+    def test_what_had_no_gates_or_more_than_skills_is_refused(self, tmp_path: Path) -> None:
+        for name, changes in (("even", {"routing": "uniform"}), ("whole", {"modules_to_save": ["lm_head"]})):
+            method = finetune.method("mhr", **{**SMALL, **changes})
+            method.attach(tiny_llama())
+            method.save(tmp_path / name)
+        with pytest.raises(ConfigError, match="no gates to train"):
+            finetune.method("mhr", tasks=["new"], start=str(tmp_path / "even"), adapt="z")
+        with pytest.raises(CheckpointError, match="would be lost"):
+            finetune.method("mhr", tasks=["new"], start=str(tmp_path / "whole"))
 
 
 class TestLifeInPeft:
@@ -349,3 +451,8 @@ def test_bad_settings_are_named() -> None:
         mhr(tasks=["a", "a"])
     with pytest.raises(ValueError, match="no name for an adapter"):
         get_peft_model(tiny_llama(), SkillsConfig(**SMALL), adapter_name="mhr")  # type: ignore[call-arg,arg-type]
+
+
+def test_single_examples_keep_their_task() -> None:
+    batch = {"input_ids": ROWS, "labels": ROWS, "tasks": TASKS}
+    assert [row["tasks"] for row in single_examples([batch])] == [["a"], ["b"], ["c"]]

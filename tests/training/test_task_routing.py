@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import finetune
@@ -20,6 +21,7 @@ from finetune.evaluation.run import evaluate_run
 from finetune.export.merge import merge_run
 from finetune.export.run import export_run
 from finetune.models import load_tuned
+from finetune.report.record import next_commands
 from finetune.training.run import train as resume
 from support.tiny import save_tiny_model
 
@@ -115,9 +117,40 @@ def test_a_new_task_starts_from_the_skills_of_an_earlier_run(
         f"output_dir={tmp_path / 'run'}",
     )
     assert result.record["evaluation"]["after"][0]["value"] == 1
+    assert_runs_again(tmp_path / "run", tmp_path / "again")
     if adapt == "z":  # whose rows train nothing
         error = refuses(workshop, tmp_path / "no", f"data.train={new.replace('again', 'yes')}", *overrides)
         assert "the earlier run has trained this task" in str(error)
+
+
+def assert_runs_again(run: Path, again: Path) -> None:
+    """Checks that a run's own copy of its recipe gives the same weights."""
+    assert finetune.train(run / "config.resolved.yaml", f"output_dir={again}").status == "completed"
+    first, second = (load_file(folder / "final" / "adapter_model.safetensors") for folder in (run, again))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_copy_of_the_recipe_trains_the_same(workshop: Path, tmp_path: Path) -> None:
+    short = ["train.max_steps=2", "train.save_steps=2", "eval.tasks=[]"]
+    finetune.train(workshop / "recipe.yaml", f"output_dir={tmp_path / 'run'}", *short)
+    assert_runs_again(tmp_path / "run", tmp_path / "again")
+
+
+def test_of_several_methods_the_report_names_each_ones_settings(workshop: Path, tmp_path: Path) -> None:
+    methods = "method=[{name: mhr, r: 2, n_skills: 4, n_splits: 2}, {name: id3, budget: 200}]"
+    run = tmp_path / "run"
+    result = finetune.train(
+        workshop / "recipe.yaml", methods, f"output_dir={run}", "train.max_steps=3", "train.save_steps=3"
+    )
+    assert result.status == "completed"
+    for page in (run / "final" / "README.md", run / "report.html"):
+        assert "mhr.n_skills" in page.read_text()
+        assert "id3.budget" in page.read_text()
+    assert 'task="yes"' in (run / "final" / "README.md").read_text()
+    assert any("--task yes" in command for command, _ in next_commands(run, result.record))
+    tuned, _ = load_tuned(run, task="yes", dtype="float32")
+    assert torch.isfinite(tuned(IDS).logits).all()
 
 
 def refuses(workshop: Path, tmp_path: Path, *overrides: str) -> Any:
@@ -134,6 +167,17 @@ def test_what_cannot_be_routed_is_refused_before_training(workshop: Path, tmp_pa
     assert "yess" in error.problems[0].near
     error = refuses(workshop, tmp_path, "eval.tasks=[cron]")
     assert "eval.tasks" in str(error)
+    few = f"{{path: {workshop / 'few.jsonl'}, {COLUMNS}}}"
+    (workshop / "few.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    error = refuses(workshop, tmp_path, f"data.eval={few}", "eval.tasks=[]")
+    assert "data.eval" in str(error)
+    error = refuses(workshop, tmp_path, f"data.calibration={few}", "eval.tasks=[]", "data.eval=null")
+    assert "data.calibration" in str(error)
+    (workshop / "other").mkdir(exist_ok=True)
+    shutil.copy(workshop / "yes.jsonl", workshop / "other" / "yes.jsonl")
+    same = ", ".join(f"{{path: {workshop / path}, {COLUMNS}}}" for path in ("yes.jsonl", "other/yes.jsonl"))
+    error = refuses(workshop, tmp_path, f"data.train=[{same}]", "eval.tasks=[]")
+    assert "would be the one task 'yes'" in str(error)
     error = refuses(workshop, tmp_path, "data.packing=true")
     assert isinstance(error, CapabilityError)
     assert "data.packing: false" in str(error)
