@@ -52,17 +52,21 @@ def published_mezo(model: Any, inputs: dict[str, Any]) -> Callable[[], None]:
         torch.manual_seed(seed)
         for weight in weights:
             noise = torch.normal(0.0, 1.0, size=weight.shape, dtype=weight.dtype)
-            weight.add_(noise, alpha=scale)
+            weight.data = weight.data + scale * noise * EPS
 
     @torch.no_grad()
     def step() -> None:
         seed = 1234
-        move(seed, EPS)
+        move(seed, 1)
         plus = float(model(**inputs).loss)
-        move(seed, -2 * EPS)
+        move(seed, -2)
         minus = float(model(**inputs).loss)
-        move(seed, EPS)
-        move(seed, -RATE * (plus - minus) / (2 * EPS))
+        move(seed, 1)
+        slope = (plus - minus) / (2 * EPS)
+        torch.manual_seed(seed)
+        for weight in weights:
+            noise = torch.normal(0.0, 1.0, size=weight.shape, dtype=weight.dtype)
+            weight.data = weight.data - RATE * (slope * noise)
 
     return step
 

@@ -127,6 +127,11 @@ class Method(ABC):
         return self._model
 
     @property
+    def attached(self) -> bool:
+        """Whether the method is attached to a model; after :meth:`merge` it is not any more."""
+        return self._model is not None
+
+    @property
     def writes_base(self) -> bool:
         """Whether training changes the base's own weights, which cannot be done to quantised ones."""
         return self.kind != "adapter"

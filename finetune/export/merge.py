@@ -123,7 +123,8 @@ def _merged(model: nn.Module) -> nn.Module:
     from finetune.methods.primitives.peft_files import merge_adapter
 
     for method in reversed(model.__dict__.get("_methods", ())):
-        model = method.merge()
+        if method.attached:
+            model = method.merge()
     return merge_adapter(model, {}) if isinstance(model, PeftModel) else model
 
 
