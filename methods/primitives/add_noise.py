@@ -41,7 +41,7 @@ def add_noise(
         keys: One per direction.
         coefficients: (len(keys),), on the weight's device.
         noise: Distribution of z.
-        limit: Entries of larger magnitude get no noise: Sparse-MeZO's mask.
+        limit: Entries of larger magnitude stay as they are: Sparse-MeZO's mask.
         decay: What the weight is multiplied with, a rounding of its own.
         stochastic: Rounds to bfloat16 up or down by chance, so that steps below half a unit are not lost on average.
     """
@@ -59,10 +59,9 @@ def add_noise(
             hashed = hash_tile(a[tile], b[tile], column)
             if stochastic and bits is None:
                 bits = rounding_bits(hashed)
-            step = noise_of_hash(hashed, noise).to(value.dtype).mul_(coefficient)
-            if limit is not None:
-                step.masked_fill_(piece.abs() > limit, 0.0)
-            value = value + step
+            value = value + noise_of_hash(hashed, noise).to(value.dtype).mul_(coefficient)
+        if limit is not None:
+            value = torch.where(piece.abs() > limit, piece.to(value.dtype), value)
         target[tile] = value if bits is None else _round_by_chance(value, bits)
 
 

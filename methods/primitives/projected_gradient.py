@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from finetune.core.errors import TrainingError
 from finetune.core.evaluation_mode import evaluation_mode
 
-__all__ = ["PARAMETER", "Directions", "Estimate", "Losses", "ProjectedForward", "two_point"]
+__all__ = ["PARAMETER", "Directions", "Estimate", "Losses", "ProjectedForward", "one_sided", "two_point"]
 
 PARAMETER = "projected_gradient"
 """Name of the parameter in the model: one element per direction."""
@@ -62,6 +62,19 @@ def two_point(loss_at: Losses, *, queries: int, eps: float) -> Estimate:
     pairs = [(loss_at(query, eps), loss_at(query, -eps)) for query in range(queries)]
     plus, minus = (torch.stack(losses).double() for losses in zip(*pairs, strict=True))
     return Estimate((plus + minus).mean() / 2, (plus - minus) / (2 * eps * queries))
+
+
+def one_sided(loss_at: Losses, *, queries: int, eps: float) -> Estimate:
+    """Returns ``(L(W + eps z_i) - L(W)) / (N sigma)``, sigma being the deviation of the N losses (FZOO, eq. 5).
+
+    Since sigma is near ``eps`` times the norm of the gradient, the step is that of normalised descent. Where all losses
+    are the same, the slopes are zero.
+    """
+    clean = loss_at(0, 0.0).double()
+    losses = torch.stack([loss_at(query, eps) for query in range(queries)]).double()
+    sigma = losses.std()
+    slopes = torch.where(sigma == 0, 0.0, (losses - clean) / (queries * sigma))
+    return Estimate(clean, slopes)
 
 
 class _Delivered(torch.autograd.Function):

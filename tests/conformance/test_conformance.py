@@ -229,7 +229,9 @@ class TestEveryMethod:
         # An exception has to be one.
         with pytest.raises(AssertionError) if name in BATCH_DEPENDENT else nullcontext():
             for key, gradient in whole[0].items():
-                torch.testing.assert_close(parts[0][key], gradient, atol=1e-6, rtol=1e-4)
+                # A measured slope is a difference of float32 losses near 6, each 2.4e-7 wrong, over 2e-3.
+                atol = 1e-3 if issubclass(METHODS.get(name), Estimator) else 1e-6
+                torch.testing.assert_close(parts[0][key], gradient, atol=atol, rtol=1e-4)
 
     def test_the_model_survives_pickling(self, name: str) -> None:
         _, model, _ = attached(name)

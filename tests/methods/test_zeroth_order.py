@@ -28,7 +28,7 @@ from finetune.methods.primitives.add_noise import add_noise
 from finetune.methods.primitives.dense_directions import direction_numbers
 from finetune.methods.primitives.hash_noise import derive_key, hash_tile, noise_of_hash, row_vectors
 from finetune.methods.primitives.low_rank_directions import SideBranch
-from finetune.methods.primitives.projected_gradient import two_point
+from finetune.methods.primitives.projected_gradient import one_sided, two_point
 from finetune.models import load_model
 from support.tiny import save_tiny_model, tiny_gpt2, tiny_llama, tiny_mixtral, token_batch
 
@@ -104,6 +104,22 @@ class TestArithmetic:
         assert float(found.loss) == pytest.approx(3.015)
         moved = theta - 0.1 * float(found.slopes) * z
         torch.testing.assert_close(moved, torch.tensor([0.6, -1.6]))
+
+    def test_one_sided_slopes_of_a_quadratic(self) -> None:
+        # f(theta) = 3; along (1, -1) f = 3.415, a slope of 4.15; along (1, 1): (2 * 1.21 + 3.61) / 2 = 3.015. Their
+        # deviation is 0.4 / sqrt(2).
+        theta, curvature = torch.tensor([1.0, -2.0]).double(), torch.tensor([2.0, 1.0])
+        directions = torch.tensor([[1.0, -1.0], [1.0, 1.0]])
+
+        def loss_at(query: int, scale: float) -> Tensor:
+            return (curvature * (theta + scale * directions[query]).square()).sum() / 2
+
+        assert (float(loss_at(0, 0.1)) - float(loss_at(0, 0.0))) / 0.1 == pytest.approx(4.15)
+        found = one_sided(loss_at, queries=2, eps=0.1)
+        sigma = 0.4 / math.sqrt(2)
+        assert found.slopes.tolist() == pytest.approx([0.415 / (2 * sigma), 0.015 / (2 * sigma)])
+        assert float(found.loss) == 3.0
+        assert one_sided(lambda query, scale: torch.ones(()), queries=2, eps=0.1).slopes.tolist() == [0.0, 0.0]
 
     def test_the_keyed_run(self) -> None:
         start = torch.tensor([[1.0, 2, 3, 4], [-1, -2, -3, -4]], dtype=torch.float64)
@@ -263,6 +279,16 @@ class TestWhatMoves:
         for key, weight in base.named_parameters():
             assert torch.equal(tuned[key], weight) == ("layers.1." not in key and key != "model.norm.weight"), key
 
+    def test_sparse_mezo_keeps_the_large_entries(self) -> None:
+        base = tiny_llama()
+        method = finetune.method("sparse_mezo", sparsity=0.6)
+        steps(method, method.attach(copy.deepcopy(base)), 5, lr=1e-4, decay=0.5)
+        tuned = dict(method.merge().named_parameters())
+        for key, weight in base.named_parameters():
+            small = weight.abs() <= weight.abs().flatten().sort().values[round(0.4 * weight.numel()) - 1]
+            assert torch.equal(tuned[key][~small], weight[~small]), key
+            assert (tuned[key][small] != weight[small]).all(), key
+
     def test_decay_shrinks_matrices_and_not_vectors(self) -> None:
         base = tiny_llama()
         method = finetune.method("mezo")
@@ -384,7 +410,7 @@ class TestRefusals:
             finetune.method("lozo", scope={"include": ["embed"]}).attach(tiny_llama())
         assert "model.embed_tokens.weight" in str(caught.value)
 
-    @pytest.mark.parametrize("order", [["mezo", "s2ft"], ["lora", "lozo"], ["mezo", "lozo"]])
+    @pytest.mark.parametrize("order", [["mezo", "s2ft"], ["lora", "lozo"], ["mezo", "lozo"], ["lora", "sparse_mezo"]])
     def test_orders_that_make_no_sense(self, order: list[str]) -> None:
         with pytest.raises(FinetuneError, match=f"{order[1]} cannot follow {order[0]}"):
             build_method([{"name": name} for name in order])
