@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from finetune.core.errors import TargetError
+from finetune.core.errors import CapabilityError, TargetError
 from finetune.core.learned_state import LEFT, require_same_shapes
 from finetune.methods.base import Kind, MethodConfig, MethodSummary
 from finetune.methods.estimator import DECAYS, Estimator, EstimatorConfig
@@ -160,13 +160,24 @@ class Lozo(Estimator):
         write_lora(Path(folder), layers, rank, base_model=str(self.metadata()["base_model"]))
 
     def merge(self) -> nn.Module:
-        """Adds what was learned to the weights, in float32, rounded once, and returns the model."""
+        """Adds what was learned to the weights, in float32, rounded once, and returns the model.
+
+        Raises:
+            CapabilityError: The weights are quantised.
+        """
         import torch
         from transformers.pytorch_utils import Conv1D
 
         with torch.no_grad():
             for name, branch in self._directions.branches.items():
                 layer: Any = self.model.get_submodule(name.removesuffix(".weight"))
+                if not layer.weight.is_floating_point():
+                    raise CapabilityError(
+                        "a quantised weight cannot take the change up",
+                        where=name,
+                        got=str(layer.weight.dtype),
+                        fix="finetune export --to peft, or load the base unquantised",
+                    )
                 change = branch.left @ branch.right.t()
                 layer.weight.copy_(layer.weight.float() + (change.t() if isinstance(layer, Conv1D) else change))
         return self._detach()
