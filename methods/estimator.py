@@ -3,8 +3,8 @@
 The model gets a parameter with one element per direction, zero before every step: how far to go along it. The model's
 forward measures the slopes of the loss, ``loss.backward()`` delivers them as that parameter's gradient, and any
 optimizer turns them into distances. After its step the weights are moved, the parameter is zero again, and the next
-step has new directions. So the optimizer is the update rule: SGD is MeZO's, and Adam without momentum divides by the root
-mean square of the slopes.
+step has new directions. So the optimizer is the update rule: SGD is MeZO's, and Adam without momentum divides by the
+root mean square of the slopes.
 """
 
 from __future__ import annotations
