@@ -65,7 +65,15 @@ def load(base: str | PreTrainedModel, folder: str | Path, *, task: str | None = 
 
 
 def _load(base: str | PreTrainedModel, folder: Path, options: dict[str, Any]) -> nn.Module:
-    from finetune.core.learned_state import DELTA, DELTA_CONFIG, apply_learned_state, learned_names, read_learned_state
+    from finetune.core.learned_state import (
+        DELTA,
+        DELTA_CONFIG,
+        LEFT,
+        apply_learned_state,
+        learned_names,
+        read_learned_state,
+    )
+    from finetune.export.log import BASE_HASH, replay_log
     from finetune.methods.primitives.peft_files import ADAPTER_CONFIG, load_adapter
     from finetune.methods.state import read_method_file
 
@@ -75,13 +83,16 @@ def _load(base: str | PreTrainedModel, folder: Path, options: dict[str, Any]) ->
     if (folder / DELTA_CONFIG).is_file():
         tensors, metadata = read_learned_state(folder)
         model = _base_model(base, metadata, folder, options)
+        if BASE_HASH in metadata:
+            return _evaluating(replay_log(model, tensors, metadata, folder))
         weights = (model.get_parameter(name) for name in learned_names(tensors))
-        if any(key.endswith(DELTA) for key in tensors) and not all(weight.is_floating_point() for weight in weights):
-            # A quantised weight cannot take a change up: it stays beside.
+        quantised = any(key.endswith(DELTA) for key in tensors) and not all(w.is_floating_point() for w in weights)
+        if quantised or any(key.endswith(LEFT) for key in tensors):
+            # What a weight cannot take up, or only rounded, stays beside it.
             config = metadata["config"]
             several = isinstance(config, list)
             beside = build_method(config if several else {"name": metadata["method"], **config})
-            return _evaluating(beside.attach(model, learned=folder))
+            return _evaluating(beside.attach(model, candidates=metadata.get("scope"), learned=folder))
         apply_learned_state(model, tensors, metadata, folder)
         return _evaluating(model)
     raise CheckpointError(

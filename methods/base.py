@@ -20,7 +20,7 @@ from finetune.core.errors import CapabilityError, TrainingError
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, TrainingArguments
 
 __all__ = ["FILE", "Calibration", "Kind", "Method", "MethodConfig", "MethodSummary"]
 
@@ -127,6 +127,11 @@ class Method(ABC):
         return self._model
 
     @property
+    def attached(self) -> bool:
+        """Whether the method is attached to a model; after :meth:`merge` it is not any more."""
+        return self._model is not None
+
+    @property
     def writes_base(self) -> bool:
         """Whether training changes the base's own weights, which cannot be done to quantised ones."""
         return self.kind != "adapter"
@@ -216,6 +221,13 @@ class Method(ABC):
     def bind(self, *, total_steps: int) -> None:  # noqa: B027 - most methods do not care
         """Tells the attached method how many optimizer steps the run has; for those whose choice follows a schedule."""
 
+    def check_arguments(self, arguments: TrainingArguments) -> None:  # noqa: B027 - most methods train under any
+        """Checks what the trainer of transformers is told.
+
+        Raises:
+            CapabilityError: The method cannot train so.
+        """
+
     def name_tasks(self, tasks: Sequence[str], *, asked: Mapping[str, str] | None = None) -> None:  # noqa: B027
         """Tells a method that routes, before it is attached, what it will be asked.
 
@@ -239,6 +251,10 @@ class Method(ABC):
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Returns the parameters that train, by their name in :attr:`model`, in order."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def learned_tensors(self) -> dict[str, torch.Tensor]:
+        """Returns, by name, what a few steps must have changed: what trains, unless it stands for something else."""
+        return {name: parameter.detach() for name, parameter in self.trained_parameters().items()}
 
     def at_rest(self) -> frozenset[str]:
         """Returns which trained parameters rightly have no gradient after this step's backward passes."""

@@ -58,10 +58,11 @@ class MethodCallback(EarlyStop):
         """Tells the method how long the run is, and restores the state that belongs to the step to go on from.
 
         Raises:
-            CapabilityError: The method cannot work under DeepSpeed.
+            CapabilityError: The method cannot train under these arguments.
             CheckpointError: Neither the output folder nor ``args.resume_from_checkpoint`` holds the state.
         """
         super().on_train_begin(args, state, control, **kwargs)
+        self.method.check_arguments(args)
         if args.deepspeed is not None and self.method.takes_turns:
             raise CapabilityError(
                 f"{self.method.name} lets parameters take turns, and DeepSpeed keeps the state of all of them",

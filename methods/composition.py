@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import CapabilityError
-from finetune.methods.base import CHOSEN_BEFORE, Kind, Method
+from finetune.methods.base import CHOSEN_BEFORE, Kind, Method, MethodSummary
 from finetune.methods.whole_tensors import WholeTensors
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, TrainingArguments
 
 __all__ = ["Composition"]
 
@@ -84,6 +84,15 @@ class Composition(Method):
             candidates = frozenset(method.trained_parameters())
         return model
 
+    def check_arguments(self, arguments: TrainingArguments) -> None:
+        """Lets every member check them."""
+        for method in self.methods:
+            method.check_arguments(arguments)
+
+    def learned_tensors(self) -> dict[str, torch.Tensor]:
+        """Returns what the last member says, which is what trains."""
+        return self.methods[-1].learned_tensors()
+
     def at_rest(self) -> frozenset[str]:
         """Returns what the last member says, which is what trains."""
         return self.methods[-1].at_rest()
@@ -148,6 +157,11 @@ class Composition(Method):
         """Returns the metadata with the members' configs as a list."""
         configs = [{"name": method.name, **method.config.model_dump(mode="json")} for method in self.methods]
         return {**super().metadata(), "config": configs}
+
+    def summary(self) -> MethodSummary:
+        """Returns what the last member trains, of the plain base."""
+        last = self.methods[-1].summary()
+        return MethodSummary(self.name, last.trained, self._total, last.trained_bytes, self._chosen())
 
     def _chosen(self) -> tuple[str, ...]:
         return tuple(f"{method.name}: {line}" for method in self._attached for line in method.summary().chosen)

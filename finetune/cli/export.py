@@ -18,7 +18,9 @@ finetune export runs/quickstart weights --to safetensors
 def export(
     run: Run,
     out: Annotated[Path, typer.Argument(help="Folder to write to.")],
-    to: Annotated[str, typer.Option("--to", help="merged, peft or safetensors.")] = "peft",
+    to: Annotated[
+        str, typer.Option("--to", help="merged, peft, safetensors, or zo-log: a zeroth-order run in kilobytes.")
+    ] = "peft",
     task: TrainedTask = None,
 ) -> None:
     """Writes what was learned in a form that other tools load."""

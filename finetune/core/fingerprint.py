@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["base_fingerprint", "count_parameters", "is_tied"]
+__all__ = ["base_fingerprint", "count_parameters", "is_tied", "weights_digest"]
 
 _SAMPLES_PER_TENSOR = 64
 
@@ -30,6 +30,22 @@ def base_fingerprint(model: nn.Module) -> str:
                 sample = flat[::stride].to("cpu", torch.bfloat16)
                 digest.update(sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Returns the SHA-256 over names, shapes and every value of the parameters, as 64 hexadecimal digits.
+
+    Values count as float32, so that 16-bit weights have the same digest when they are loaded wider.
+    """
+    import torch
+
+    digest = hashlib.sha256()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            digest.update(f"{name}{tuple(parameter.shape)}".encode())
+            values = parameter.detach().to("cpu", torch.float32).contiguous()
+            digest.update(values.numpy().data)
+    return digest.hexdigest()
 
 
 def count_parameters(model: nn.Module) -> int:

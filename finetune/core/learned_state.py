@@ -9,6 +9,8 @@
   bit-exact and shows whether a base is the right one;
 * ``NAME.delta`` (instead of value and base): the change of those values, float32, learned beside a base whose weights
   cannot be read (a quantised one); it fits any base;
+* ``NAME.left`` (instead of all these): the left factor of a low-rank change, float32 (out_features, rank), that stays
+  beside the base; the method's seed makes the right one;
 * ``training/...``: what only going on with the training needs.
 
 ``delta_config.json["axes"]`` maps each indexed tensor to its axis; null means that the positions count the entries of
@@ -35,6 +37,7 @@ __all__ = [
     "DELTA_CONFIG",
     "DELTA_TENSORS",
     "INDEX",
+    "LEFT",
     "TRAINING",
     "VALUE",
     "apply_learned_state",
@@ -48,7 +51,7 @@ __all__ = [
 
 DELTA_CONFIG = "delta_config.json"
 DELTA_TENSORS = "delta.safetensors"
-VALUE, INDEX, BASE, DELTA, TRAINING = ".value", ".index", ".base", ".delta", "training/"
+VALUE, INDEX, BASE, DELTA, LEFT, TRAINING = ".value", ".index", ".base", ".delta", ".left", "training/"
 
 
 def write_learned_state(folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:

@@ -117,11 +117,14 @@ def merge_run(run: Path, out: Path, dtype: str | None = None, *, task: str | Non
 
 
 def _merged(model: nn.Module) -> nn.Module:
-    """Returns the plain model; only an adapter still has something to merge."""
+    """Returns the plain model; an adapter and what was learned beside weights are still to be merged."""
     from peft import PeftModel
 
     from finetune.methods.primitives.peft_files import merge_adapter
 
+    for method in reversed(model.__dict__.get("_methods", ())):
+        if method.attached:
+            model = method.merge()
     return merge_adapter(model, {}) if isinstance(model, PeftModel) else model
 
 

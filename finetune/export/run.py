@@ -21,7 +21,8 @@ def export_run(run: Path, out: Path, to: str, *, task: str | None = None) -> Pat
         run: Run directory, its ``final``, or an adapter folder.
         out: Folder that does not exist or is empty.
         to: ``peft`` (an adapter that stock PEFT loads, where the update is one), ``merged`` or ``safetensors`` (the
-            dense weights of the tuned model as a Hugging Face folder, in the base's dtype).
+            dense weights of the tuned model as a Hugging Face folder, in the base's dtype), ``zo-log`` (a zeroth-order
+            run as its seeds and numbers, which ``finetune.load`` replays).
         task: Which of the tasks is exported, where what was learned tells them apart.
 
     Raises:
@@ -77,12 +78,16 @@ def _export_low_rank(run: Path, out: Path, task: str | None) -> None:
 
 
 def _export_delta(run: Path, folder: Path, out: Path) -> None:
-    from finetune.core.learned_state import read_learned_state
+    from finetune.core.learned_state import LEFT, read_learned_state
     from finetune.methods.primitives.stock_adapter import changes_of, write_stock_adapter
     from finetune.models import load_model
-    from finetune.models.tuned import base_of
+    from finetune.models.tuned import base_of, load_tuned
 
     tensors, recorded = read_learned_state(folder)
+    if any(key.endswith(LEFT) for key in tensors):
+        attached, _ = load_tuned(run)
+        attached.__dict__["_methods"][-1].export_adapter(out)
+        return
     base = base_of(run) or recorded["base_model"]
     changes = changes_of(tensors, recorded.get("axes", {}))
     # Only the kinds and sizes of the base's layers are needed.
@@ -93,8 +98,17 @@ def _export_merged(run: Path, out: Path, task: str | None) -> None:
     merge_run(run, out, task=task)
 
 
+def _export_log(run: Path, out: Path, task: str | None) -> None:
+    from finetune.export.log import export_log
+
+    if task is not None:
+        raise CapabilityError("a log does not tell tasks apart", where="--task", got=task)
+    export_log(run, out)
+
+
 _FORMS: dict[str, Callable[[Path, Path, str | None], None]] = {
     "peft": _export_adapter,
     "merged": _export_merged,
     "safetensors": _export_merged,
+    "zo-log": _export_log,
 }

@@ -53,7 +53,7 @@ class InFlightChecks(TrainerCallback):
         }
         every = max(1, len(frozen) // _FROZEN_SAMPLED)
         self._frozen = dict(list(frozen.items())[::every])
-        self._trained_before = {name: _sample(p) for name, p in self._trained.items()}
+        self._learned_before = {name: _sample(t) for name, t in self._method.learned_tensors().items()}
         self._frozen_before = {name: _sample(p) for name, p in self._frozen.items()}
 
     def on_pre_optimizer_step(
@@ -77,7 +77,9 @@ class InFlightChecks(TrainerCallback):
         self._steps += 1
         if self._steps != min(self._after, state.max_steps):
             return
-        if all(torch.equal(_sample(p), self._trained_before[name]) for name, p in self._trained.items()):
+        # Of parameters that take turns, those that rest now are not listed any more.
+        learned = {**self._trained, **self._method.learned_tensors()}
+        if all(torch.equal(_sample(learned[name]), before) for name, before in self._learned_before.items()):
             raise TrainingError(
                 f"training does not change the model: no trained parameter moved in {self._steps} steps",
                 got=f"learning rate {args.learning_rate}",
@@ -154,7 +156,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Par
 
 
 @torch.no_grad()
-def _sample(parameter: nn.Parameter) -> Tensor:
-    flat = parameter.detach().reshape(-1)
+def _sample(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
     # In float32: what trains may get a float32 master on the way.
     return flat[:: max(1, flat.numel() // _VALUES_SAMPLED)].float().clone()

@@ -144,6 +144,7 @@ def make_plan(recipe: Recipe, *, meta: bool = False, limit: int | None = None) -
     _check_quantised(config, method)
     tokenizer = load_tokenizer(section.name_or_path, chat_template=recipe.data.chat_template, **source)
     arguments = _training_arguments(recipe, method)
+    method.check_arguments(arguments)
     text_config = config.get_text_config()
     train, calibration, evaluation = _prepare(recipe, tokenizer, text_config, limit, tasks=method.routes)
     _check_batches(train, arguments)

@@ -10,7 +10,7 @@ from torch import nn
 
 from finetune.core.errors import ConfigError, TargetError, list_choices, nearest
 
-__all__ = ["block_matrices", "resolve_scope"]
+__all__ = ["block_matrices", "choose_scope", "resolve_scope"]
 
 
 def resolve_scope(
@@ -28,7 +28,31 @@ def resolve_scope(
         ConfigError: A pattern is no regular expression.
         TargetError: A pattern matches nothing, nothing is left, or a tensor has no entries of its own (quantised).
     """
-    allowed = {name: parameter for name, parameter in model.named_parameters() if name in candidates}
+    scope = choose_scope(
+        model,
+        {name: parameter for name, parameter in model.named_parameters() if name in candidates},
+        include=include,
+        exclude=exclude,
+    )
+    for name, parameter in scope.items():
+        if not parameter.is_floating_point() or not parameter.is_contiguous():
+            raise TargetError(
+                f"entries of a {parameter.dtype} tensor cannot be chosen: the base is quantised",
+                where=name,
+                want="float32, bfloat16 or float16 weights",
+                fix="an unquantised base model, or an adapter (method.name: lora)",
+            )
+    return scope
+
+
+def choose_scope(
+    model: nn.Module,
+    allowed: dict[str, nn.Parameter],
+    *,
+    include: Sequence[str] | None,
+    exclude: Sequence[str],
+) -> dict[str, nn.Parameter]:
+    """Returns those of the ``allowed`` parameters that are in the scope, as :func:`resolve_scope` says."""
     chosen = block_matrices(model, allowed) if include is None else _matching(allowed, include, "method.scope.include")
     dropped = _matching(chosen, exclude, "method.scope.exclude")
     scope = {name: parameter for name, parameter in chosen.items() if name not in dropped}
@@ -39,14 +63,6 @@ def resolve_scope(
             got=f"{len(allowed)} candidates, none of them in the scope",
             fix="a wider method.scope.include, or a narrower method.scope.exclude",
         )
-    for name, parameter in scope.items():
-        if not parameter.is_floating_point() or not parameter.is_contiguous():
-            raise TargetError(
-                f"entries of a {parameter.dtype} tensor cannot be chosen: the base is quantised",
-                where=name,
-                want="float32, bfloat16 or float16 weights",
-                fix="an unquantised base model, or an adapter (method.name: lora)",
-            )
     return scope
 
 

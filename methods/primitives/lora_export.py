@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -18,6 +18,13 @@ __all__ = ["low_rank_layers", "write_lora"]
 _ADAPTER = "default"
 
 
+class HasFactors(Protocol):
+    """A layer with a low-rank update."""
+
+    def plain_factors(self, adapter: str) -> tuple[Tensor, Tensor]:
+        """Returns A (r, in_features) and B (out_features, r), float32."""
+
+
 def low_rank_layers(model: Any) -> dict[str, LowRankLayer]:
     """Returns the layers of a ``PeftModel`` that a tuner of ours adapts, by their name in the base."""
     modules = model.base_model.model.named_modules()
@@ -25,7 +32,7 @@ def low_rank_layers(model: Any) -> dict[str, LowRankLayer]:
 
 
 @torch.no_grad()
-def write_lora(folder: Path, layers: Mapping[str, LowRankLayer], alpha: float, *, base_model: str) -> None:
+def write_lora(folder: Path, layers: Mapping[str, HasFactors], alpha: float, *, base_model: str) -> None:
     """Writes ``adapter_config.json`` and ``adapter_model.safetensors`` of LoRA.
 
     Args:

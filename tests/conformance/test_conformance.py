@@ -16,6 +16,7 @@ from accelerate.state import GradientState
 import finetune
 from finetune.core.errors import CapabilityError, CheckpointError
 from finetune.methods import METHODS, Method, discover
+from finetune.methods.estimator import Estimator
 from finetune.methods.scheduled_tensors import ScheduledTensors
 from support.conformance_cases import BATCH_DEPENDENT, CASES, CROPPED, UNPICKLABLE, base_model, make
 from support.tiny import token_batch
@@ -80,15 +81,17 @@ class TestEveryMethod:
     def test_trains_what_it_declares_and_leaves_the_rest_bit_identical(self, name: str) -> None:
         method, model, base = attached(name)
         summary = method.summary()
-        trained = method.trained_parameters()
-        declared = sum(p.numel() for p in trained.values())
+        # Of an estimator, an optimizer holds the distances to go, and not what moves.
+        moves = method.learned_tensors() if isinstance(method, Estimator) else method.trained_parameters()
+        declared = sum(tensor.numel() for tensor in moves.values())
         assert 0 < summary.trained <= declared
         assert summary.trained == declared or isinstance(method, ScheduledTensors)  # which train some at a time
         assert summary.total == sum(p.numel() for p in base.parameters())
-        before = {key: tensor.clone() for key, tensor in base_weights(model).items()}
+        start = {key: tensor.clone() for key, tensor in (base_weights(model) | method.learned_tensors()).items()}
         losses = train(model, 20)
         assert losses[-1] < losses[0]
-        assert any(not torch.equal(p.detach(), before[key]) for key, p in base_weights(model).items() if key in before)
+        now = base_weights(model) | method.learned_tensors()
+        assert any(not torch.equal(tensor.detach(), start[key]) for key, tensor in now.items() if key in start)
         touched = method.touched()
         own = {key: p.detach() for key, p in base.named_parameters()}
         for key, tensor in base_weights(model).items():
@@ -226,7 +229,9 @@ class TestEveryMethod:
         # An exception has to be one.
         with pytest.raises(AssertionError) if name in BATCH_DEPENDENT else nullcontext():
             for key, gradient in whole[0].items():
-                torch.testing.assert_close(parts[0][key], gradient, atol=1e-6, rtol=1e-4)
+                # A measured slope is a difference of float32 losses near 6, each 2.4e-7 wrong, over 2e-3.
+                atol = 1e-3 if issubclass(METHODS.get(name), Estimator) else 1e-6
+                torch.testing.assert_close(parts[0][key], gradient, atol=atol, rtol=1e-4)
 
     def test_the_model_survives_pickling(self, name: str) -> None:
         _, model, _ = attached(name)

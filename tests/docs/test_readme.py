@@ -37,6 +37,12 @@ def test_the_python_of_the_page_on_adapters_runs() -> None:
     assert names["model"].active_peft_config.peft_type == "SHARDS"
 
 
+def test_the_python_of_the_page_on_zeroth_order_methods_runs() -> None:
+    names = {"model": tiny_llama(), "ids": token_batch(2, 8)}
+    exec(blocks("docs/zeroth-order.md"), names)
+    assert names["method"].summary().name == "lozo"
+
+
 def test_the_method_in_the_docs_is_complete() -> None:
     import finetune
     from finetune.methods import METHODS

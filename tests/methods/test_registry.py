@@ -41,7 +41,7 @@ def test_every_method_says_what_it_is() -> None:
     for name in discover():
         method = METHODS.get(name)
         assert method.name == name
-        assert method.family in ("adapters", "freezing", "selective", "sharded_lora")
+        assert method.family in ("adapters", "freezing", "selective", "sharded_lora", "zeroth_order")
         assert (method.__doc__ or "").strip()
         assert all(field.description for field in method.Config.model_fields.values()), name
 

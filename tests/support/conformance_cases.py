@@ -48,6 +48,7 @@ CROPPED = {"adalora"}
 
 BATCH_DEPENDENT = {
     "adalora": "PEFT adds its penalty to the loss of every forward pass, so more micro-batches mean more of it",
+    "fzoo": "it divides by the deviation of each batch's losses over its directions",
     "lily": "its router averages over the rows of a batch",
     "shadow": "PEFT adds the shadow's own loss to that of every forward pass",
 }

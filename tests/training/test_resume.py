@@ -24,6 +24,7 @@ METHODS = {
     "full": "{name: full}",
     "id3": "{name: id3, budget: 0.02}",  # killed in the middle of the schedule
     "spiel": "{name: spiel, budget: 0.02, every: 6, gradient_steps: 3}",
+    "lozo": "{name: lozo, lazy_interval: 7}",
 }
 STEPS = 24
 

@@ -1,0 +1,218 @@
+"""Base of the zeroth-order methods: what the optimizer holds is one number per direction, found by forward passes.
+
+The model gets a parameter with one element per direction, zero before every step: how far to go along it. The model's
+forward measures the slopes of the loss, ``loss.backward()`` delivers them as that parameter's gradient, and any
+optimizer turns them into distances. After its step the weights are moved, the parameter is zero again, and the next
+step has new directions. So the optimizer is the update rule: SGD is MeZO's, and Adam without momentum divides by the
+root mean square of the slopes.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from finetune.core.errors import CapabilityError, CheckpointError, FinetuneWarning
+from finetune.core.learned_state import TRAINING
+from finetune.methods.base import MethodConfig
+from finetune.methods.in_place import InPlace
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from transformers import TrainingArguments
+
+    from finetune.methods.primitives.projected_gradient import Directions, Estimate, Losses
+
+__all__ = ["DECAYS", "DISTANCES", "Estimator", "EstimatorConfig"]
+
+DISTANCES, DECAYS = f"{TRAINING}distances", f"{TRAINING}decays"
+"""Keys of the log in a learned state: how far each step went along each direction, float32 (steps, queries), and what
+the weights were multiplied with before, float64 (steps,)."""
+
+
+class EstimatorConfig(MethodConfig):
+    """What all zeroth-order methods share."""
+
+    eps: float = Field(
+        default=1e-3,
+        gt=0,
+        description="Distance to the points at which the loss is measured. 1e-3 suits a float32 forward pass; in "
+        "bfloat16 the loss's rounding drowns so small a difference, and 1e-2 suits.",
+    )
+    queries: int = Field(default=1, ge=1, le=255, description="Directions of one step, whose estimates are averaged.")
+    seed: int = Field(default=0, ge=0, description="Seed of the directions.")
+
+
+class Estimator(InPlace):
+    """Moves weights along random directions, by slopes that forward passes measure.
+
+    Memory: the model, the activations of a forward pass, and what the form of the directions needs; no gradient and no
+    optimizer state of the size of the weights. A learned state holds the log of the run besides: one number per
+    direction and step, from which :meth:`replay` makes the same weights again.
+    """
+
+    Config: ClassVar[type[MethodConfig]] = EstimatorConfig
+    config: EstimatorConfig
+    _directions: Directions
+
+    @abstractmethod
+    def _directions_over(self, model: nn.Module, candidates: frozenset[str]) -> Directions:
+        """Returns the directions over what this method trains of a wholly frozen ``model``."""
+
+    @abstractmethod
+    def learned_tensors(self) -> dict[str, Tensor]:
+        """Returns what the directions move, by name."""
+
+    def _estimate(self) -> Callable[[Losses], Estimate]:
+        """Returns how slopes are found; something that pickles."""
+        from finetune.methods.primitives.projected_gradient import two_point
+
+        return functools.partial(two_point, queries=self.config.queries, eps=self.config.eps)
+
+    def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
+        import torch
+        from torch import nn
+
+        from finetune.methods.primitives.hidden_parameter import hide_parameter
+        from finetune.methods.primitives.projected_gradient import PARAMETER, ProjectedForward
+        from finetune.methods.primitives.step_sync import after_optimizer_step, before_optimizer_step
+
+        _refuse_offloaded(model)
+        self._directions = self._directions_over(model, candidates)
+        # Processes have nothing but slopes to say to each other: no weights at the start, no buffers at every pass.
+        silent = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+        model._ddp_params_and_buffers_to_ignore = silent  # type: ignore[assignment]
+        self._distance = nn.Parameter(torch.zeros(self.config.queries, device=next(model.parameters()).device))
+        model.register_parameter(PARAMETER, self._distance)
+        self._hooks = hide_parameter(model, PARAMETER, PARAMETER, _nothing)
+        self._forward = ProjectedForward(model, self._directions, self._estimate())
+        self._before = before_optimizer_step([self._distance], self._before_step)
+        self._after = after_optimizer_step([self._distance], self._after_step)
+        self._distances: list[Tensor] = []
+        self._decays: list[float] = []
+        self._checked = False
+        return model
+
+    def _detach(self) -> nn.Module:
+        """Makes the model plain but for what the directions have moved, and returns it."""
+        from finetune.methods.primitives.projected_gradient import PARAMETER
+
+        for handle in (self._before, self._after, *self._hooks):
+            handle.remove()
+        self._forward.remove()
+        self._directions.remove()
+        model, self._model = self.model, None
+        delattr(model, PARAMETER)
+        del model._ddp_params_and_buffers_to_ignore
+        return model
+
+    def check_arguments(self, arguments: TrainingArguments) -> None:
+        """Refuses what would scale the loss or shard the one parameter."""
+        if arguments.fp16:
+            raise CapabilityError(
+                f"{self.name} measures differences of the loss, which float16 rounds away",
+                where="train.fp16",
+                got="true",
+                want="bfloat16 or float32",
+                fix="train.bf16: true, or neither",
+            )
+        if arguments.deepspeed is not None:
+            raise CapabilityError(
+                f"{self.name} has no gradients and no optimizer state that DeepSpeed could shard",
+                where="train.deepspeed",
+                fix="one process, or DistributedDataParallel: only the slopes travel",
+            )
+
+    def replay(self, distances: Tensor, decays: Tensor) -> None:
+        """Makes the steps of a log again, after those that this method has taken.
+
+        Args:
+            distances: Float32 (steps, queries).
+            decays: Float64 (steps,).
+        """
+        for row, decay in zip(distances.to(self._distance.device), decays.tolist(), strict=True):
+            self._take(row, decay)
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        import torch
+
+        group = self._group(optimizer)
+        if group.get("momentum") or group.get("betas", (0.0,))[0]:
+            warnings.warn(
+                f"the momentum of {type(optimizer).__name__} is switched off: it would carry the slope of one "
+                "direction over to the next, which has nothing to do with it",
+                FinetuneWarning,
+                stacklevel=2,
+            )
+            group.update({"momentum": 0.0} if "momentum" in group else {"betas": (0.0, *group["betas"][1:])})
+        gradient = self._distance.grad
+        if gradient is not None:
+            self._check_processes(gradient)
+            # A loss that is not finite says nothing: the step stays where it is, and the optimizer's state finite.
+            gradient.copy_(torch.where(torch.isfinite(gradient).all(), gradient, 0.0))
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        group = self._group(optimizer)
+        distances = self._distance.detach().clone()
+        self._distance.detach().zero_()
+        self._take(distances, 1.0 - float(group["lr"]) * float(group.get("weight_decay", 0.0)))
+
+    def _take(self, distances: Tensor, decay: float) -> None:
+        self._directions.move(distances, decay=decay)
+        self._distances.append(distances)
+        self._decays.append(decay)
+
+    def _group(self, optimizer: Optimizer) -> dict[str, Any]:
+        return next(g for g in optimizer.param_groups if any(p is self._distance for p in g["params"]))
+
+    def _check_processes(self, gradient: Tensor) -> None:
+        """Finds out at the first step whether all processes begin with the same weights and got the same slopes."""
+        import hashlib
+
+        from finetune.core.fingerprint import base_fingerprint
+        from finetune.methods.primitives.process_group import processes, require_same_over_processes
+
+        if self._checked or processes() == 1:
+            return
+        self._checked = True
+        digest = hashlib.sha256(base_fingerprint(self.model).encode() + gradient.cpu().numpy().tobytes()).digest()
+        require_same_over_processes(digest[:16], "weights and slopes", gradient.device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns the log of the run; a subclass adds what the steps came to."""
+        import torch
+
+        shape = (len(self._distances), self.config.queries)
+        distances = torch.stack(self._distances) if self._distances else torch.zeros(shape)
+        return {DISTANCES: distances.cpu(), DECAYS: torch.tensor(self._decays, dtype=torch.float64)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restores the log, and the step whose directions come next; strict."""
+        missing = sorted({DISTANCES, DECAYS} - state.keys())
+        if missing:
+            raise CheckpointError("the learned state has no log of its steps", where=", ".join(missing))
+        self._distances = list(state[DISTANCES].to(self._distance.device))
+        self._decays = state[DECAYS].tolist()
+        self._directions.step = len(self._decays)
+
+
+def _refuse_offloaded(model: nn.Module) -> None:
+    places: Any = getattr(model, "hf_device_map", None) or {}
+    if {"cpu", "disk"} & {str(place) for place in places.values()} and len(set(places.values())) > 1:
+        raise CapabilityError(
+            "accelerate keeps parts of the model elsewhere and brings copies of them, so that what is written into "
+            "them is lost",
+            where="model",
+            got=f"device_map with {', '.join(sorted(map(str, set(places.values()))))}",
+            want="a model that lies on one device",
+        )
+
+
+def _nothing() -> None:
+    """The weights are not what the hidden parameter says: nothing follows from loading them."""

@@ -1,0 +1,159 @@
+"""A forward pass that measures the slope of the loss along directions, and a loss whose backward delivers it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from finetune.core.errors import TrainingError
+from finetune.core.evaluation_mode import evaluation_mode
+
+__all__ = ["PARAMETER", "Directions", "Estimate", "Losses", "ProjectedForward", "one_sided", "two_point"]
+
+PARAMETER = "projected_gradient"
+"""Name of the parameter in the model: one element per direction."""
+
+Losses = Callable[[int, float], Tensor]
+"""``loss_at(query, scale)``: the loss with the weights moved by ``scale`` along a direction; 0 leaves them."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What forward passes found out.
+
+    Attributes:
+        loss: Mean of the losses, 0-d.
+        slopes: Gradient of each element of the parameter, (queries,): the share of the estimate that its direction has.
+    """
+
+    loss: Tensor
+    slopes: Tensor
+
+
+class Directions(Protocol):
+    """The random directions of a step, in whatever form."""
+
+    step: int
+    """Optimizer steps taken: with the seed, the number that directions are made of."""
+
+    def perturbed(self, query: int, scale: float) -> contextlib.AbstractContextManager[None]:
+        """Returns the context in which a forward pass sees the weights moved along one of this step's directions."""
+
+    def move(self, distances: Tensor, *, decay: float = 1.0) -> None:
+        """Moves the weights along this step's directions by ``distances`` (queries,), and goes to the next step.
+
+        Args:
+            distances: On the weights' device.
+            decay: What is decayed is multiplied with it before.
+        """
+
+    def remove(self) -> None:
+        """Takes off the model what was put on it."""
+
+
+def two_point(loss_at: Losses, *, queries: int, eps: float) -> Estimate:
+    """Returns ``g_i = (L(W + eps z_i) - L(W - eps z_i)) / 2 eps``, averaged over the directions (SPSA; MeZO, eq. 1)."""
+    pairs = [(loss_at(query, eps), loss_at(query, -eps)) for query in range(queries)]
+    plus, minus = (torch.stack(losses).double() for losses in zip(*pairs, strict=True))
+    return Estimate((plus + minus).mean() / 2, (plus - minus) / (2 * eps * queries))
+
+
+def one_sided(loss_at: Losses, *, queries: int, eps: float) -> Estimate:
+    """Returns ``(L(W + eps z_i) - L(W)) / (N sigma)``, sigma being the deviation of the N losses (FZOO, eq. 5).
+
+    Since sigma is near ``eps`` times the norm of the gradient, the step is that of normalised descent. Where all losses
+    are the same, the slopes are zero.
+    """
+    clean = loss_at(0, 0.0).double()
+    losses = torch.stack([loss_at(query, eps) for query in range(queries)]).double()
+    sigma = losses.std()
+    slopes = torch.where(sigma == 0, 0.0, (losses - clean) / (queries * sigma))
+    return Estimate(clean, slopes)
+
+
+class _Delivered(torch.autograd.Function):
+    """``loss`` as a function of the parameter, whose gradient is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, loss: Tensor, slopes: Tensor) -> Tensor:
+        ctx.save_for_backward(slopes.to(parameter.dtype))
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (slopes,) = ctx.saved_tensors
+        return grad.to(slopes.dtype) * slopes, None, None
+
+
+_DELIVER: Callable[..., Tensor] = _Delivered.apply  # torch does not annotate it
+
+
+class ProjectedForward:
+    """Stands in for ``model.forward``: with gradients on it estimates, without it is the model's own.
+
+    The passes run in evaluation mode and without autograd, so that both losses of a direction see the same model. The
+    output is that of the last pass, with the loss of the estimate. An object and no method, since accelerate would bind
+    a method to the model anew.
+
+    Args:
+        model: Whose forward it takes over.
+        directions: What moves the weights.
+        estimate: Makes the estimate of losses.
+    """
+
+    def __init__(self, model: nn.Module, directions: Directions, estimate: Callable[[Losses], Estimate]) -> None:
+        self._model, self._directions, self._estimate = model, directions, estimate
+        self._own = model.forward
+        functools.update_wrapper(self, model.forward)  # trainers ask for the signature
+        model.forward = self
+
+    def remove(self) -> None:
+        """Gives the model its own forward back, whatever else was put over it."""
+        self._model.__dict__.pop("forward", None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the model does, the loss being one whose backward delivers the slopes."""
+        if not torch.is_grad_enabled():
+            return self._own(*args, **kwargs)
+        if kwargs.get("labels") is None:
+            return self._without_loss(*args, **kwargs)
+        kwargs["use_cache"] = False
+        output: Any = None
+
+        def loss_at(query: int, scale: float) -> Tensor:
+            nonlocal output
+            with self._directions.perturbed(query, scale) if scale else contextlib.nullcontext():
+                output = self._own(*args, **kwargs)
+            return _loss_of(output)
+
+        with torch.no_grad(), evaluation_mode(self._model):
+            found = self._estimate(loss_at)
+        loss = _DELIVER(self._model.get_parameter(PARAMETER), found.loss.float(), found.slopes)
+        if isinstance(output, tuple):
+            return (loss, *output[1:])
+        output["loss"] = loss
+        return output
+
+    def _without_loss(self, *args: Any, **kwargs: Any) -> Any:
+        if self._model.training:
+            raise TrainingError(
+                "a zeroth-order method trains by the loss that the model returns, and it was called without labels",
+                where=f"{type(self._model).__name__}.forward",
+                want="model(..., labels=labels), the loss being the model's own",
+                fix="no label smoothing and no loss function of the trainer's (compute_loss_func)",
+            )
+        return self._own(*args, **kwargs)
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = output[0] if isinstance(output, tuple) else output.get("loss")
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TrainingError("the model returned no number as its loss", where="output.loss", got=got)
+    return loss.detach().reshape(())

@@ -1,0 +1,1 @@
+"""Methods that estimate gradients by forward passes only."""

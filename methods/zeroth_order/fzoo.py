@@ -1,0 +1,49 @@
+"""FZOO: one-sided slopes along several directions, divided by the deviation of their losses."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from finetune.methods.base import MethodConfig
+from finetune.methods.registry import register
+from finetune.methods.zeroth_order.mezo import Mezo, MezoConfig
+
+if TYPE_CHECKING:
+    from finetune.methods.primitives.projected_gradient import Estimate, Losses
+
+__all__ = ["Fzoo", "FzooConfig"]
+
+
+class FzooConfig(MezoConfig):
+    """How many directions a step looks at."""
+
+    queries: int = Field(
+        default=8, ge=2, le=255, description="Directions of one step; a step takes one forward pass more."
+    )
+
+
+@register("fzoo")
+class Fzoo(Mezo):
+    """Moves weights along several directions at once, in a step whose length does not depend on the gradient's.
+
+    ``W <- W - lr / (N sigma) sum_i (L(W + eps z_i) - L(W)) z_i``, sigma the standard deviation of the N losses (FZOO,
+    algorithm 1), in N + 1 forward passes. With gradient accumulation the steps of the micro-batches add up: divide the
+    learning rate by their number. Memory and what is saved are those of ``mezo``.
+
+    References:
+        Dang et al., "FZOO: Fast Zeroth-Order Optimizer for Fine-Tuning Large Language Models towards Adam-Scale Speed",
+        arXiv 2506.09034.
+    """
+
+    paper: ClassVar[str] = "arXiv 2506.09034"
+    Config: ClassVar[type[MethodConfig]] = FzooConfig
+    config: FzooConfig
+
+    def _estimate(self) -> Callable[[Losses], Estimate]:
+        from finetune.methods.primitives.projected_gradient import one_sided
+
+        return functools.partial(one_sided, queries=self.config.queries, eps=self.config.eps)

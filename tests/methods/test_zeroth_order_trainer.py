@@ -1,0 +1,180 @@
+"""Zeroth-order methods in stock ``transformers.Trainer``, on two processes, and through ``finetune train``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import finetune
+from finetune.core.errors import CapabilityError
+from finetune.methods import build_method
+from support.processes import one_and_two_processes
+from support.tiny import tiny_llama, token_batch
+
+NAMES = ("mezo", "lozo")
+ROWS = [{"input_ids": row, "labels": row} for row in token_batch(16, 10)]
+
+
+class Slopes(TrainerCallback):
+    """Keeps what the optimizer is about to use."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.slopes = model, []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.slopes.append(float(self.model.projected_gradient.grad.norm()))
+
+
+def trainer(folder: Path, method: Any, *, rows: int = 2, callbacks: bool = True, **options: Any) -> tuple[Any, Slopes]:
+    torch.manual_seed(1)
+    model = method.attach(tiny_llama())
+    slopes = Slopes(model)
+    defaults = {"learning_rate": 1e-3, "max_steps": 6, "optim": "sgd", "max_grad_norm": 0.0, "save_strategy": "no"}
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=rows,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=7,
+        logging_steps=1,
+        **{**defaults, **options},
+    )
+    given = [*method.callbacks(), slopes] if callbacks else [slopes]
+    return Trainer(model=model, args=arguments, train_dataset=ROWS, callbacks=given), slopes
+
+
+def state(method: Any) -> dict[str, torch.Tensor]:
+    return {key: tensor.clone() for key, tensor in method.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_schedule_clipping_and_log_are_the_trainers(name: str, tmp_path: Path) -> None:
+    method = finetune.method(name, queries=2)
+    training, slopes = trainer(
+        tmp_path, method, max_grad_norm=0.5, lr_scheduler_type="linear", warmup_steps=2, learning_rate=1e-2
+    )
+    training.train()
+    logs = [entry for entry in training.state.log_history if "loss" in entry]
+    rates = [entry["learning_rate"] for entry in logs]
+    assert rates == pytest.approx([0.0, 0.005, 0.01, 0.0075, 0.005, 0.0025])
+    clipped = [min(entry["grad_norm"], 0.5) for entry in logs]
+    assert slopes.slopes == pytest.approx(clipped, rel=1e-4)
+    # SGD's step: minus the rate of that step times the clipped slope.
+    lengths = method.state_dict()["training/distances"].norm(dim=1).tolist()
+    assert lengths == pytest.approx([rate * slope for rate, slope in zip(rates, slopes.slopes, strict=True)], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_accumulating_two_batches_is_one_of_twice_the_size(name: str, tmp_path: Path) -> None:
+    found = []
+    for rows, accumulated in ((4, 1), (2, 2)):
+        method = finetune.method(name)
+        training, _ = trainer(tmp_path, method, rows=rows, gradient_accumulation_steps=accumulated)
+        training.train()
+        found.append(state(method)["training/distances"])
+    # A slope is a difference of losses near 6 in float32 over 2 eps: 5e-4 of error at eps = 1e-3, times the rate 1e-3.
+    torch.testing.assert_close(found[0], found[1], atol=2e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("name", "config"), [("mezo", {}), ("lozo", {"lazy_interval": 4})])
+@pytest.mark.parametrize("stop", [1, 5])
+def test_it_goes_on_from_any_step_as_if_never_stopped(
+    name: str, config: dict[str, Any], stop: int, tmp_path: Path
+) -> None:
+    options = {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 2, "lr_scheduler_type": "linear"}
+    whole = finetune.method(name, **config)
+    trainer(tmp_path, whole, gradient_accumulation_steps=2, **options)[0].train()
+    resumed = finetune.method(name, **config)
+    again, _ = trainer(tmp_path, resumed, gradient_accumulation_steps=2, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop}"))
+    expected, found = state(whole), state(resumed)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+def test_an_adapter_goes_on_too(tmp_path: Path) -> None:
+    def start() -> tuple[Any, Any]:
+        method = build_method([{"name": "lora", "r": 2}, {"name": "mezo", "eps": 1e-2}])
+        return method, trainer(tmp_path, method, save_strategy="steps", save_steps=3)[0]
+
+    whole, training = start()
+    training.train()
+    resumed, again = start()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    expected, found = state(whole), state(resumed)
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_loss_falls_with_the_trainers_own_optimizer(name: str, tmp_path: Path) -> None:
+    method = finetune.method(name)
+    training, _ = trainer(tmp_path, method, rows=16, max_steps=60, optim="adamw_torch_fused", learning_rate=3e-3)
+    training.train()
+    losses = [entry["loss"] for entry in training.state.log_history if "loss" in entry]
+    assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 0.05
+
+
+def test_a_gradient_scaler_is_refused(tmp_path: Path) -> None:
+    method = finetune.method("lozo")
+    training, _ = trainer(tmp_path, method)
+    training.args.fp16 = True
+    with pytest.raises(CapabilityError, match="differences of the loss"):
+        training.train()
+
+
+TWO_PROCESSES = """
+import sys
+import torch, torch.distributed
+from torch.nn.parallel import DistributedDataParallel
+import finetune
+from support.distributed import distributed, own_rows, save_results
+from support.tiny import tiny_llama
+
+results = {}
+for name, config in {"mezo": {"queries": 2}, "lozo": {"lazy_interval": 7}}.items():
+    method = finetune.method(name, **config)
+    model = method.attach(tiny_llama())
+    sent, wrapped = [], model
+    if distributed:
+        wrapped = DistributedDataParallel(model)
+        def count(state, bucket):
+            sent.append(bucket.buffer().numel() * bucket.buffer().element_size())
+            work = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True).get_future()
+            return work.then(lambda done: done.value()[0])
+        wrapped.register_comm_hook(None, count)
+    optimizer = torch.optim.SGD(method.trained_parameters().values(), lr=1e-3)
+    for step in range(20):
+        mine = own_rows(step)
+        wrapped(input_ids=mine, labels=mine).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = method.state_dict()
+    equal = True
+    if distributed:
+        flat = torch.cat([tensor.double().flatten() for _, tensor in sorted(state.items())])
+        both = [torch.empty_like(flat) for _ in range(2)]
+        torch.distributed.all_gather(both, flat)
+        equal = torch.equal(both[0], both[1])
+        buffers_sent = wrapped.will_sync_module_buffers() and len(list(wrapped.modules_buffers)) > 0
+    else:
+        buffers_sent = False
+    results[name] = {"state": state, "equal": equal, "sent": sent, "buffers": buffers_sent}
+save_results(results)
+"""
+
+
+@pytest.mark.multi_process
+def test_two_processes_exchange_slopes_only_and_stay_equal_to_the_bit(tmp_path: Path) -> None:
+    one, two = one_and_two_processes(tmp_path, TWO_PROCESSES)
+    for name, directions in (("mezo", 2), ("lozo", 1)):
+        assert two[name]["equal"]
+        assert two[name]["sent"] == [4 * directions] * 20  # bytes: at most 64 a step
+        assert not two[name]["buffers"]
+        for key, tensor in one[name]["state"].items():
+            # The mean of two means, in another order: differences of losses are good to 5e-4 at eps = 1e-3.
+            torch.testing.assert_close(two[name]["state"][key], tensor, atol=2e-4, rtol=1e-2)
