@@ -10,6 +10,7 @@ Run: python benchmarks/zeroth_order_task.py [--quick] [--json PATH] [--methods l
 from __future__ import annotations
 
 import math
+import random
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -24,10 +25,10 @@ from variants import MODEL
 from finetune.core.errors import FinetuneWarning
 from finetune.methods import build_method
 from finetune.models import load_model, load_tokenizer
-from finetune.models.batches import padded
+from finetune.models.batches import by_length, padded
 from finetune.training.loss import LeanLoss
 
-BATCH = 64
+BATCH = 32
 _LORA = {"name": "lora", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
 
 
@@ -48,11 +49,12 @@ SETUPS = {
 
 def batches(phrases: Phrases, words: list[int]) -> Iterator[dict[str, Any]]:
     """Yields batches of phrases with their answers, forever; only the answer carries loss."""
-    generator = torch.Generator().manual_seed(0)
+    generator = random.Random(0)
+    order = by_length([len(prompt) for prompt in phrases.prompts])  # else half of a batch would be padding
+    groups = [order[start : start + BATCH] for start in range(0, len(order) - BATCH + 1, BATCH)]
     while True:
-        order = torch.randperm(len(phrases.labels), generator=generator).tolist()
-        for start in range(0, len(order) - BATCH + 1, BATCH):
-            rows = order[start : start + BATCH]
+        generator.shuffle(groups)
+        for rows in groups:
             texts = [[*phrases.prompts[row], words[phrases.labels[row]]] for row in rows]
             ids, mask = padded(texts, 0, "right")
             labels = torch.full_like(ids, -100)
