@@ -56,7 +56,8 @@ def load_conversations(
         if not rows:
             reasons = sorted({row.reason for row in bad})
             raise DataError("no row of the data can be used", where=source.path, got="; ".join(reasons) or "no rows")
-        conversations += _weighted(rows, source.weight, random.Random(f"{seed} {source.path}"))
+        # By the file's name: a path may be written in several ways, and a run's copy of the recipe has it absolute.
+        conversations += _weighted(rows, source.weight, random.Random(f"{seed} {Path(source.path).name}"))
         dropped += bad
     return conversations, dropped
 

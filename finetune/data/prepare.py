@@ -44,7 +44,6 @@ class PreparedData:
         fingerprint: 16 hexadecimal digits over content, template, tokenizer and options.
         tokenizer: Which made the tokens.
         eos_share: Share of the examples whose answers end in a special token that carries loss, in [0, 1].
-        tasks: Names of the rows' tasks, in alphabetical order, where asked for.
     """
 
     dataset: datasets.Dataset
@@ -53,7 +52,11 @@ class PreparedData:
     fingerprint: str
     tokenizer: PreTrainedTokenizerBase
     eos_share: float
-    tasks: tuple[str, ...] = ()
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the rows' tasks, in alphabetical order, where asked for."""
+        return tuple(sorted(self.dataset.unique("task"))) if "task" in self.dataset.column_names else ()
 
     @property
     def tokens(self) -> int:
@@ -124,7 +127,6 @@ def prepare_dataset(
     )
     if tasks:
         _check_tasks(conversations, sources)
-    named = sorted({row.task for row in conversations})
     conversations = conversations[:limit]
     options: dict[str, Any] = {
         "loss_on": loss_on,
@@ -144,9 +146,7 @@ def prepare_dataset(
             _write_cache(folder, stored)
     dataset, dropped, eos_share = stored
     _check(dataset, dropped, unusable, max_dropped, tokenizer, vocabulary_size)
-    # Of a few rows that stand for all, the tasks of all; otherwise those of rows that are left.
-    names = () if not tasks else tuple(named) if limit is not None else _tasks_of(dataset)
-    prepared = PreparedData(dataset, (*unusable, *dropped), len(dataset), fingerprint, tokenizer, eos_share, names)
+    prepared = PreparedData(dataset, (*unusable, *dropped), len(dataset), fingerprint, tokenizer, eos_share)
     return _packed(prepared, max_length) if packing else prepared
 
 
@@ -161,22 +161,11 @@ def split_eval(prepared: PreparedData, held_out: float | int, *, seed: int) -> t
     if count >= total:
         raise DataError("holding out leaves nothing to train on", where="data.eval", got=f"{count} of {total} rows")
     parts = prepared.dataset.train_test_split(test_size=count, seed=seed)
-    complete = prepared.tasks == _tasks_of(prepared.dataset)
     train, evaluation = (
-        replace(
-            prepared,
-            dataset=part,
-            examples=len(part),
-            fingerprint=f"{prepared.fingerprint}-{name}-{count}-{seed}",
-            tasks=_tasks_of(part) if complete else prepared.tasks,
-        )
+        replace(prepared, dataset=part, examples=len(part), fingerprint=f"{prepared.fingerprint}-{name}-{count}-{seed}")
         for name, part in parts.items()
     )
     return train, evaluation
-
-
-def _tasks_of(dataset: datasets.Dataset) -> tuple[str, ...]:
-    return tuple(sorted(dataset.unique("task"))) if "task" in dataset.column_names else ()
 
 
 def _check_tasks(conversations: Sequence[Conversation], sources: Sequence[DataSource]) -> None:

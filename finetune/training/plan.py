@@ -211,6 +211,8 @@ def _prepare(
         "cache": data.cache,
         "tasks": tasks,
     }
+    if tasks:
+        limit = None  # the first rows do not show which tasks there are
     train = prepare_dataset(data.train, tokenizer, packing=data.packing, limit=limit, **options)
     evaluation = None
     if isinstance(data.eval, int | float):

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import nn
 
 __all__ = ["Carried"]
@@ -42,7 +43,8 @@ class Carried(Generic[T]):
             model: Its gradient checkpointing is that of transformers.
             value: What its layers ask for.
         """
-        places = [module for module in model.modules() if _CHECKPOINT in module.__dict__]
+        will_recompute = torch.is_grad_enabled()
+        places = [module for module in model.modules() if will_recompute and _CHECKPOINT in module.__dict__]
         functions = [module.__dict__[_CHECKPOINT] for module in places]
         for module, function in zip(places, functions, strict=True):
             module.__dict__[_CHECKPOINT] = partial(self._checkpoint, function, value)

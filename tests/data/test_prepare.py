@@ -196,8 +196,19 @@ def test_tasks_are_those_of_the_rows_that_are_left(tmp_path: Path) -> None:
     whole = prepare_dataset([Source(path)], tiny_tokenizer(), tasks=True)
     parts = split_eval(whole, 1, seed=0)
     assert sorted(len(part.dataset.unique("task")) for part in parts) == sorted(len(part.tasks) for part in parts)
-    few = prepare_dataset([Source(path)], tiny_tokenizer(), limit=2, **options)  # which stand for all
-    assert few.tasks == split_eval(few, 1, seed=0)[0].tasks == ("0", "x")
+
+
+def test_a_weight_draws_the_same_rows_however_the_path_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = rows_file(tmp_path, [str(i) for i in range(20)])
+    source.weight = 0.4
+    monkeypatch.chdir(tmp_path)
+    relative = Source(Path("rows.jsonl"))
+    relative.weight = 0.4
+    first, second = (prepare_dataset([one], tiny_tokenizer()) for one in (source, relative))
+    assert first.examples == 8
+    assert first.fingerprint == second.fingerprint
 
 
 def test_held_out_rows_leave_the_training_rows(tmp_path: Path) -> None:

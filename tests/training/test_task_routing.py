@@ -131,8 +131,10 @@ def assert_runs_again(run: Path, again: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_copy_of_the_recipe_trains_the_same(workshop: Path, tmp_path: Path) -> None:
-    short = ["train.max_steps=2", "train.save_steps=2", "eval.tasks=[]"]
+def test_a_copy_of_the_recipe_trains_the_same(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workshop)
+    sources = f"[{{path: yes.jsonl, {COLUMNS}, weight: 0.5}}, {{path: no.jsonl, {COLUMNS}, task: always_no}}]"
+    short = [f"data.train={sources}", "train.max_steps=2", "train.save_steps=2", "eval.tasks=[]"]
     finetune.train(workshop / "recipe.yaml", f"output_dir={tmp_path / 'run'}", *short)
     assert_runs_again(tmp_path / "run", tmp_path / "again")
 
