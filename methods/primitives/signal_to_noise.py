@@ -29,7 +29,7 @@ Threshold = Literal["spectrum", "median"]
 
 _QUARTILES_OF_NORMAL = 1.349
 """Distance of the quartiles of a normal distribution, in standard deviations."""
-_CHUNK = 1 << 20
+_CHUNK = 1 << 19
 """Entries that are widened at a time."""
 
 
