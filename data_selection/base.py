@@ -1,5 +1,8 @@
 """What a scorer is: it measures rows, most often with a model, and turns what it measured into one number per row.
 
+:class:`Measuring` is the first half, :class:`Scorer` both, and :class:`RowScorer` one that scores each row by itself,
+which is what most scorers inherit.
+
 This module, like every module of a scorer, is imported by ``finetune ls selectors`` and ``finetune validate``, which
 must answer in half a second: torch and transformers are imported inside the functions that need them.
 """
@@ -7,6 +10,7 @@ must answer in half a second: torch and transformers are imported inside the fun
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
@@ -28,6 +32,8 @@ __all__ = [
     "Load",
     "Measured",
     "Measurer",
+    "Measuring",
+    "RowScorer",
     "Score",
     "Scorer",
     "ScorerConfig",
@@ -87,28 +93,22 @@ class ScorerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Scorer:
-    """A way to score rows: :meth:`measure` each with a model, then :meth:`score_pool` from what was measured.
+class Measuring:
+    """Measures rows, most often with a model.
 
-    What is measured is logged row by row, so a scorer never measures a row twice, and another aggregation of the same
-    measurements needs no model. A scorer that reads the rows alone has no :meth:`models` and only scores.
+    What is measured is logged row by row, so no row is measured twice. What reads the rows alone has no
+    :meth:`models` and measures nothing.
 
     Attributes:
-        name: Registry name, set by ``@register``.
-        paper: Citation with an identifier, or an empty string.
-        direction: Which end of the scores is kept by default.
-        needs_answers: Whether plain text without an answer cannot be scored.
+        name: What it is called; of scorers the registry name, set by ``@register``.
+        needs_answers: Whether plain text without an answer cannot be measured.
         unmeasured: Keys of the config that measurements do not depend on: they may change without
             measuring again.
-        unlisted: Names of evidence that is too bulky for the table of scores.
     """
 
     name: ClassVar[str] = ""
-    paper: ClassVar[str] = ""
-    direction: ClassVar[Direction] = "highest"
     needs_answers: ClassVar[bool] = True
     unmeasured: ClassVar[frozenset[str]] = frozenset()
-    unlisted: ClassVar[frozenset[str]] = frozenset()
     Config: ClassVar[type[ScorerConfig]] = ScorerConfig
 
     def __init__(self, config: ScorerConfig | None = None) -> None:
@@ -119,7 +119,7 @@ class Scorer:
         return [default]
 
     def check(self, pool: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Sees that ``pool`` can be scored at all, before any weights are loaded.
+        """Sees that ``pool`` can be measured at all, before any weights are loaded.
 
         Raises:
             DataError: It cannot.
@@ -127,7 +127,7 @@ class Scorer:
         plain = next((example for example in pool if not example.conversation.messages), None)
         if self.needs_answers and plain is not None:
             raise DataError(
-                f"scorer {self.name!r} needs instructions and answers, and this is plain text",
+                f"{self.name} needs instructions and answers, and this is plain text",
                 where=plain.conversation.where,
                 got=repr(plain.conversation.text[:60]),
                 want="rows with an instruction and an answer, or a scorer that takes text: loss, perplexity, length",
@@ -145,7 +145,7 @@ class Scorer:
         """
 
     def measurer(self, number: int, name: str, load: Load, pool: Sequence[Example]) -> Measurer:
-        """Returns what measures batches with one of the models; scorers that ask each something else override it.
+        """Returns what measures batches with one of the models; whoever asks each something else overrides it.
 
         Args:
             number: Which of :meth:`models`.
@@ -159,12 +159,33 @@ class Scorer:
 
     def measure(self, rater: Rater, batch: Sequence[Example]) -> list[Measured]:
         """Returns what ``rater`` says of each row of a batch, in order; a function of each row alone."""
-        raise NotImplementedError(f"scorer {self.name!r} measures nothing")
+        return [{} for _ in batch]
 
-    def score(self, example: Example, *evidence: Evidence) -> Score:
-        """Returns the score of one row from its evidence, one per model."""
-        raise NotImplementedError(f"scorer {self.name!r} scores the pool as a whole")
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns what decides the measurements besides models and rows; a change of it makes old ones useless."""
+        return {"name": self.name, **self.config.model_dump(mode="json", exclude=set(self.unmeasured))}
 
+    def spent(self, measured: Sequence[Sequence[Evidence] | Unscored]) -> dict[str, Any]:
+        """Returns what measuring cost where somebody counts it, also on rows without a score; for the manifest."""
+        return {}
+
+
+class Scorer(Measuring, ABC):
+    """Measures rows and turns what was measured into one number per row.
+
+    Another aggregation of the same measurements needs no model.
+
+    Attributes:
+        paper: Citation with an identifier, or an empty string.
+        direction: Which end of the scores is kept by default.
+        unlisted: Names of evidence that is too bulky for the table of scores.
+    """
+
+    paper: ClassVar[str] = ""
+    direction: ClassVar[Direction] = "highest"
+    unlisted: ClassVar[frozenset[str]] = frozenset()
+
+    @abstractmethod
     def score_pool(self, pool: Sequence[Example], evidence: Sequence[Sequence[Evidence]]) -> list[Score]:
         """Returns the scores of rows that were all measured, in order.
 
@@ -172,20 +193,23 @@ class Scorer:
             pool: The rows.
             evidence: For each row its evidence, one per model.
         """
-        return [self.score(example, *found) for example, found in zip(pool, evidence, strict=True)]
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Returns what decides the measurements besides models and rows; a change of it makes old ones useless."""
-        return {"name": self.name, **self.config.model_dump(mode="json", exclude=set(self.unmeasured))}
 
     def about(self) -> dict[str, Any]:
         """Returns what the manifest says of the scorer besides its name and config."""
         return {}
 
-    def spent(self, measured: Sequence[Sequence[Evidence] | Unscored]) -> dict[str, Any]:
-        """Returns what measuring cost where somebody counts it, also on rows without a score; for the manifest."""
-        return {}
-
     def diagnose(self, evidence: Sequence[Sequence[Evidence]]) -> list[str]:
         """Returns warnings about the measurements as a whole, each with its consequence."""
         return []
+
+
+class RowScorer(Scorer):
+    """Scores each row by its own measurements, whatever the rest of the pool is."""
+
+    @abstractmethod
+    def score(self, example: Example, *evidence: Evidence) -> Score:
+        """Returns the score of one row from its evidence, one per model."""
+
+    def score_pool(self, pool: Sequence[Example], evidence: Sequence[Sequence[Evidence]]) -> list[Score]:
+        """Returns the score of each row."""
+        return [self.score(example, *found) for example, found in zip(pool, evidence, strict=True)]

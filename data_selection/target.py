@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from finetune.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.data_selection.pool import Example
 
-__all__ = ["read_target"]
+__all__ = ["check_targets", "read_target"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,31 @@ class _Target:
     subset: str | None = None
     columns: Mapping[str, str] | None = None
     task: str | None = None
+
+
+def check_targets(paths: Sequence[str], rows: int, tokenizer: PreTrainedTokenizerBase, *, scorer: str) -> None:
+    """Sees that there is a target for a scorer to go by.
+
+    Args:
+        paths: Its files.
+        rows: Rows of each that are used, the first ones.
+        tokenizer: Renders them.
+        scorer: Who goes by them.
+
+    Raises:
+        ConfigError: None is named, or there is no such file.
+        DataError: Its rows cannot be read.
+    """
+    missing = [path for path in paths if not Path(path).is_file()]
+    if missing or not any(paths):
+        raise ConfigError(
+            f"{scorer} chooses rows for a target task, and there is none",
+            where="select.scorer.target",
+            got=", ".join(filter(None, missing)) or "nothing",
+            want="a file with 10 to 500 rows of the target task",
+        )
+    for path in paths:
+        read_target(path, rows, tokenizer)
 
 
 def read_target(path: str, rows: int, tokenizer: PreTrainedTokenizerBase) -> Sequence[Example]:

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from finetune.data_selection.base import Evidence, Load, Measured, Scorer, Unscored
+from finetune.data_selection.base import Evidence, Load, Measured, Measuring, Unscored
 from finetune.data_selection.engine.batches import plan_batches
 from finetune.data_selection.engine.failures import FAILURES, Isolated
 from finetune.data_selection.engine.log import ScoreLog
@@ -50,11 +50,11 @@ class Work:
         return sum(self.lengths[position] for _, batch in self.left for position in self.batches[batch])
 
 
-def plan_work(scorer: Scorer, pool: Sequence[Example], log: ScoreLog, *, model: str, batch_tokens: int) -> Work:
+def plan_work(measuring: Measuring, pool: Sequence[Example], log: ScoreLog, *, model: str, batch_tokens: int) -> Work:
     """Returns what is to be measured, given what the log holds; batches in which a row failed are tried again.
 
     Args:
-        scorer: What measures.
+        measuring: What measures.
         pool: The rows.
         log: What was measured before.
         model: The recipe's model.
@@ -66,11 +66,11 @@ def plan_work(scorer: Scorer, pool: Sequence[Example], log: ScoreLog, *, model: 
         for batch, rows in log.read().items()
         if not any(isinstance(row, Unscored) and row.reason in FAILURES for row in rows.values())
     }
-    return Work(scorer.models(model), plan_batches(lengths, batch_tokens), frozenset(done), lengths)
+    return Work(measuring.models(model), plan_batches(lengths, batch_tokens), frozenset(done), lengths)
 
 
 def measure_pool(
-    scorer: Scorer,
+    measuring: Measuring,
     pool: Sequence[Example],
     work: Work,
     log: ScoreLog,
@@ -82,7 +82,7 @@ def measure_pool(
     """Measures what is left and logs every batch; to be interrupted at any moment.
 
     Args:
-        scorer: What measures.
+        measuring: What measures.
         pool: The rows.
         work: What :func:`plan_work` returned.
         log: Where measurements go.
@@ -95,7 +95,7 @@ def measure_pool(
         mine = processes.share([batch for model, batch in work.left if model == number])
         if not mine:
             continue
-        measure = Isolated(scorer.measurer(number, name, load, pool))
+        measure = Isolated(measuring.measurer(number, name, load, pool))
         for batch in mine:
             positions = work.batches[batch]
             measured = measure([pool[position] for position in positions])

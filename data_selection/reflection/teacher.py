@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from finetune.data.records import Conversation, Message
-from finetune.data_selection.base import Evidence, Load, Measured, Measurer, Scorer, ScorerConfig, Unscored
-from finetune.data_selection.chat.config import HOW_TO_ASK, ChatConfig, bill, check_endpoint
+from finetune.data_selection.base import Evidence, Measured, Unscored
+from finetune.data_selection.chat.asking import Asking
+from finetune.data_selection.chat.config import ChatConfig
 from finetune.data_selection.pool import Example, Exchange
 from finetune.data_selection.reflection.choice import Origin
 from finetune.data_selection.reflection.prompts import (
@@ -19,17 +20,13 @@ from finetune.data_selection.reflection.prompts import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from finetune.data_selection.chat.answer import Chat
 
 __all__ = ["Reflections", "versions"]
 
-_SECTION = "reflect"
 
-
-class Reflections(Scorer):
-    """Has a teacher rewrite rows; it measures versions and scores nothing.
+class Reflections(Asking):
+    """Has a teacher rewrite rows: what is measured is the versions.
 
     Args:
         config: Who the teacher is.
@@ -37,49 +34,23 @@ class Reflections(Scorer):
     """
 
     name: ClassVar[str] = "reflect"
-    Config: ClassVar[type[ScorerConfig]] = ChatConfig
-    config: ChatConfig
+    section: ClassVar[str] = "reflect"
 
     def __init__(self, config: ChatConfig, max_new_tokens: int) -> None:
         super().__init__(config)
         self._max_new_tokens = max_new_tokens
 
-    def models(self, default: str) -> list[str]:
-        """Returns the teacher."""
-        model = self.config.model or default
-        return [model if self.config.endpoint is None else f"{model} at {self.config.endpoint}"]
-
-    def check(self, pool: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Sees that there is somebody to ask.
-
-        Raises:
-            ConfigError: The endpoint has no address or no model.
-            DataError: The rows have no answers.
-        """
-        super().check(pool, tokenizer)
-        check_endpoint(self.config, _SECTION)
-
     def fingerprint(self) -> dict[str, Any]:
         """Returns who is asked, and what."""
-        who = self.config.model_dump(mode="json", exclude=set(HOW_TO_ASK))
-        return {"name": self.name, **who, "prompts": PROMPTS_HASH, "max_new_tokens": self._max_new_tokens}
+        return {**super().fingerprint(), "prompts": PROMPTS_HASH, "max_new_tokens": self._max_new_tokens}
 
-    def measurer(self, number: int, name: str, load: Load, pool: Sequence[Example]) -> Measurer:
-        """Returns what asks the teacher."""
-        from finetune.data_selection.chat.connect import connect
-
-        teacher = connect(self.config, name, load, _SECTION)
-        return lambda batch: self._reflect(teacher, batch)
-
-    def _reflect(self, teacher: Chat, batch: Sequence[Example]) -> list[Measured]:
+    def ask(self, chat: Chat, batch: Sequence[Example]) -> list[Measured]:
         """Returns per row ``versions``, pairs of instruction and answer by origin, and what became of each."""
         rows = [_Reflected(example) for example in batch]
         single = [row for row in rows if row.pair is not None]
-        self._ask(teacher, [(row, "instruction", row.pair) for row in single if row.pair])
-        self._ask(teacher, [(row, "response", row.pair) for row in single if row.pair])
-        self._ask(
-            teacher, [(row, "both", row.versions["instruction"]) for row in rows if "instruction" in row.versions]
-        )
+        self._ask(chat, [(row, "instruction", row.pair) for row in single if row.pair])
+        self._ask(chat, [(row, "response", row.pair) for row in single if row.pair])
+        self._ask(chat, [(row, "both", row.versions["instruction"]) for row in rows if "instruction" in row.versions])
         return [row.measured() for row in rows]
 
     def _ask(self, teacher: Chat, questions: Sequence[tuple[_Reflected, Origin, Exchange]]) -> None:
@@ -93,10 +64,10 @@ class Reflections(Scorer):
             row.spent.append(answer.spent)
             row.read(origin, pair, answer.text)
 
-    def spent(self, measured: Sequence[Sequence[Evidence] | Unscored]) -> dict[str, Any]:
-        """Returns the bill of all reflections."""
-        evidence = [row.evidence if isinstance(row, Unscored) else row[0] for row in measured]
-        return bill(self.config, [answer for row in evidence for answer in row.get("answers", ())])
+    def answers(self, evidence: Evidence) -> Sequence[Evidence]:
+        """Returns up to three answers."""
+        found: Sequence[Evidence] = evidence.get("answers", ())
+        return found
 
 
 class _Reflected:

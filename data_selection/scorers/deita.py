@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, field_validator
 
-from finetune.data_selection.base import Evidence, Load, Measured, Measurer, Score, Scorer, ScorerConfig
+from finetune.data_selection.base import Evidence, Load, Measured, Measurer, RowScorer, Score, ScorerConfig
 from finetune.data_selection.rating.uncertainty import expected_rating
 from finetune.data_selection.registry import register
 
@@ -50,7 +50,7 @@ class DeitaConfig(ScorerConfig):
 
 
 @register("deita")
-class Deita(Scorer):
+class Deita(RowScorer):
     """Scores rows by complexity times quality, summed over turns: the expected ratings of two judges.
 
     The judges are any two models, best those that were trained to rate: then the prompts are theirs. The rating is read

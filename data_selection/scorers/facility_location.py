@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from finetune.data_selection.base import Evidence, Score
+from finetune.data_selection.base import Evidence, Score, Scorer
 from finetune.data_selection.registry import register
 from finetune.data_selection.scorers.k_center import Embeddings, scores_of_order
 
@@ -16,7 +16,7 @@ __all__ = ["FacilityLocation"]
 
 
 @register("facility_location")
-class FacilityLocation(Embeddings):
+class FacilityLocation(Embeddings, Scorer):
     """Ranks rows so that the first ones stand for the whole pool: each adds most to the likeness of all rows to them.
 
     The rows S that rank first have, greedily, the largest sum over all rows of the cosine to the most similar one in
@@ -31,6 +31,7 @@ class FacilityLocation(Embeddings):
     """
 
     paper: ClassVar[str] = "arXiv 2402.00530"
+    unlisted: ClassVar[frozenset[str]] = frozenset({"vector"})
 
     def score_pool(self, pool: Sequence[Example], evidence: Sequence[Sequence[Evidence]]) -> list[Score]:
         """Returns scores that fall with the rank."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from finetune.data_selection.base import Evidence, Measured, Score, Scorer, ScorerConfig
+from finetune.data_selection.base import Evidence, Measured, RowScorer, Score, ScorerConfig
 from finetune.data_selection.registry import register
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class IfdConfig(ScorerConfig):
 
 
 @register("ifd")
-class Ifd(Scorer):
+class Ifd(RowScorer):
     """Scores rows by instruction-following difficulty: ``PPL(answer | instruction) / PPL(answer)``.
 
     The same answer tokens are scored on both sides, in float32, each token counted once; of a conversation with several

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from finetune.data.records import Message
-from finetune.data_selection.base import Evidence, Load, Measured, Measurer, Score, Scorer, ScorerConfig, Unscored
-from finetune.data_selection.chat.config import HOW_TO_ASK, ChatConfig, bill, check_endpoint
+from finetune.data_selection.base import Evidence, Measured, RowScorer, Score, ScorerConfig, Unscored
+from finetune.data_selection.chat.asking import Asking
+from finetune.data_selection.chat.config import ChatConfig
 from finetune.data_selection.registry import register
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from finetune.data_selection.chat.answer import Answer, Chat
     from finetune.data_selection.pool import Example
 
@@ -35,7 +34,7 @@ class JudgeConfig(ChatConfig):
 
 
 @register("judge")
-class Judge(Scorer):
+class Judge(Asking, RowScorer):
     """Scores rows by the rating that a chat model writes for their answers, from 0 to 5, one answer per row.
 
     The first line of what it writes must be a number in that range; a row for which it is not has a reason in place of
@@ -48,33 +47,12 @@ class Judge(Scorer):
 
     paper: ClassVar[str] = "arXiv 2307.08701"
     Config: ClassVar[type[ScorerConfig]] = JudgeConfig
-    unmeasured: ClassVar[frozenset[str]] = HOW_TO_ASK
+    section: ClassVar[str] = "select.scorer"
     config: JudgeConfig
 
-    def models(self, default: str) -> list[str]:
-        """Returns the judge."""
-        model = self.config.model or default
-        return [model if self.config.endpoint is None else f"{model} at {self.config.endpoint}"]
-
-    def check(self, pool: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Sees that an endpoint has an address and a model.
-
-        Raises:
-            ConfigError: It has not.
-            DataError: The rows have no answers.
-        """
-        super().check(pool, tokenizer)
-        check_endpoint(self.config, "select.scorer")
-
-    def measurer(self, number: int, name: str, load: Load, pool: Sequence[Example]) -> Measurer:
-        """Returns what asks the judge: a model that is loaded, or the endpoint."""
-        from finetune.data_selection.chat.connect import connect
-
-        judge = connect(self.config, name, load, "select.scorer")
-        return lambda batch: self._ask(judge, batch)
-
-    def _ask(self, judge: Chat, batch: Sequence[Example]) -> list[Measured]:
-        answers = judge.ask([self._question(row) for row in batch], max_new_tokens=self.config.max_new_tokens)
+    def ask(self, chat: Chat, batch: Sequence[Example]) -> list[Measured]:
+        """Returns ``rating``, and what the answer took."""
+        answers = chat.ask([self._question(row) for row in batch], max_new_tokens=self.config.max_new_tokens)
         return [answer if isinstance(answer, Unscored) else _measured(answer) for answer in answers]
 
     def _question(self, example: Example) -> list[Message]:
@@ -88,10 +66,9 @@ class Judge(Scorer):
         """Returns the rating."""
         return Score(evidence[0]["rating"])
 
-    def spent(self, measured: Sequence[Sequence[Evidence] | Unscored]) -> dict[str, Any]:
-        """Returns the bill; judgements that are no rating cost as much as others."""
-        evidence = [row.evidence if isinstance(row, Unscored) else row[0] for row in measured]
-        return bill(self.config, [one for one in evidence if one])
+    def answers(self, evidence: Evidence) -> Sequence[Evidence]:
+        """Returns the one answer."""
+        return [evidence] if evidence else []
 
 
 def _measured(answer: Answer) -> Measured:

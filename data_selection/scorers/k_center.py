@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from finetune.data_selection.base import Evidence, Measured, Score, Scorer
+from finetune.data_selection.base import Evidence, Measured, Measuring, Score, Scorer
 from finetune.data_selection.registry import register
 
 if TYPE_CHECKING:
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 __all__ = ["Embeddings", "KCenter"]
 
 
-class Embeddings(Scorer):
+class Embeddings(Measuring):
     """Measures the vector of every row; what scorers and rules that compare rows are made of."""
 
+    name: ClassVar[str] = "embeddings"
     needs_answers: ClassVar[bool] = False
-    unlisted: ClassVar[frozenset[str]] = frozenset({"vector"})
 
     def measure(self, rater: Rater, batch: Sequence[Example]) -> list[Measured]:
         """Returns ``vector``: the position-weighted mean of the final hidden states, at unit length."""
@@ -30,7 +30,7 @@ class Embeddings(Scorer):
 
 
 @register("k_center")
-class KCenter(Embeddings):
+class KCenter(Embeddings, Scorer):
     """Ranks rows so that any number of the first covers the pool: each is the farthest from those before it.
 
     The score is one minus the share of the rows that rank before, so ``top: k`` is the greedy solution of the k-center
@@ -43,6 +43,7 @@ class KCenter(Embeddings):
     """
 
     paper: ClassVar[str] = "arXiv 1708.00489"
+    unlisted: ClassVar[frozenset[str]] = frozenset({"vector"})
 
     def score_pool(self, pool: Sequence[Example], evidence: Sequence[Sequence[Evidence]]) -> list[Score]:
         """Returns scores that fall with the rank."""

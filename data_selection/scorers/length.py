@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from finetune.data_selection.base import Evidence, Score, Scorer
+from finetune.data_selection.base import Evidence, RowScorer, Score
 from finetune.data_selection.registry import register
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ __all__ = ["Length"]
 
 
 @register("length")
-class Length(Scorer):
+class Length(RowScorer):
     """Scores rows by the tokens of their answers; the longest thousand are a strong baseline on small clean pools.
 
     On large mixed pools it collapses (arXiv 2503.01807): cap the length and remove duplicates first.

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from finetune.core.errors import ConfigError
 from finetune.data_selection.base import (
     FILE,
     Evidence,
     Load,
     Measured,
     Measurer,
+    RowScorer,
     Score,
-    Scorer,
     ScorerConfig,
 )
 from finetune.data_selection.registry import register
@@ -50,7 +49,7 @@ class LessConfig(ScorerConfig):
 
 
 @register("less")
-class Less(Scorer):
+class Less(RowScorer):
     """Scores rows by influence: how well the step that Adam takes on a row agrees with gradients of a target task.
 
     A LoRA trains on a sample of the rows; after each epoch the Adam direction of every row and the gradients of the
@@ -80,18 +79,10 @@ class Less(Scorer):
             ConfigError: None is named, or there is no such file.
             DataError: Its rows cannot be read.
         """
-        from finetune.data_selection.target import read_target
+        from finetune.data_selection.target import check_targets
 
-        missing = [path for path in self.config.target if not Path(path).is_file()]
-        if missing or not self.config.target:
-            raise ConfigError(
-                "less scores rows by influence on a target, and there is none",
-                where="select.scorer.target",
-                got=", ".join(missing) or "nothing",
-                want="a list of files, each with 10 to 500 rows of the target task",
-            )
-        for path in self.config.target:
-            read_target(path, self.config.target_rows, tokenizer)
+        super().check(pool, tokenizer)
+        check_targets(self.config.target, self.config.target_rows, tokenizer, scorer=self.name)
 
     def measurer(self, number: int, name: str, load: Load, pool: Sequence[Example]) -> Measurer:
         """Returns what measures after epoch ``number``, counted from 0; the LoRA is trained up to there."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from finetune.data_selection.base import Direction, Evidence, Measured, Score, Scorer
+from finetune.data_selection.base import Direction, Evidence, Measured, RowScorer, Score
 from finetune.data_selection.registry import register
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ __all__ = ["AnswerLoss", "Perplexity"]
 
 
 @register("loss")
-class AnswerLoss(Scorer):
+class AnswerLoss(RowScorer):
     """Scores rows by the mean loss of the tokens that training would learn, in nats.
 
     The rows of highest loss are the worst choice in every comparison (arXiv 2503.01807), those in the middle are near

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from finetune.data.records import Message
-from finetune.data_selection.base import Direction, Evidence, Measured, Score, Scorer, ScorerConfig
+from finetune.data_selection.base import Direction, Evidence, Measured, RowScorer, Score, ScorerConfig
 from finetune.data_selection.registry import register
 from finetune.data_selection.scorers.ifd import IfdConfig, ratio
 
@@ -22,7 +22,7 @@ GUESS = "Here is an answer:\n\n{answer}\n\nWrite the instruction that it answers
 
 
 @register("r_ifd")
-class ReversedIfd(Scorer):
+class ReversedIfd(RowScorer):
     """Scores rows by reversed IFD: ``PPL(instruction | a request to guess it from the answer) / PPL(instruction)``.
 
     A low score means that the answer says which instruction it answers, so the lowest are kept; rows at 1 or above are

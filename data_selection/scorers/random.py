@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from finetune.data_selection.base import Evidence, Score, Scorer, ScorerConfig
+from finetune.data_selection.base import Evidence, RowScorer, Score, ScorerConfig
 from finetune.data_selection.registry import register
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class RandomConfig(ScorerConfig):
 
 
 @register("random")
-class RandomScorer(Scorer):
+class RandomScorer(RowScorer):
     """Scores rows by chance, uniform in [0, 1): the baseline that a scorer has to beat.
 
     The number is a hash of the seed and the row's content, so a row scores the same wherever it stands in the file.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from finetune.core.errors import ConfigError
 from finetune.data_selection.base import FILE, Evidence, Measured, Score, Scorer, ScorerConfig
 from finetune.data_selection.registry import register
 from finetune.data_selection.scorers.k_center import scores_of_order
@@ -59,27 +58,20 @@ class RdsPlus(Scorer):
             ConfigError: None is named, or there is no such file.
             DataError: Its rows cannot be read.
         """
-        if not Path(self.config.target).is_file():
-            raise ConfigError(
-                "rds_plus ranks rows by likeness to a target, and there is none",
-                where="select.scorer.target",
-                got=self.config.target or "nothing",
-                want="a file with 50 to 500 rows of the target task",
-            )
-        self._read(tokenizer)
+        from finetune.data_selection.target import check_targets
 
-    def _read(self, tokenizer: PreTrainedTokenizerBase) -> Sequence[Example]:
-        from finetune.data_selection.target import read_target
-
-        return read_target(self.config.target, self.config.target_rows, tokenizer)
+        super().check(pool, tokenizer)
+        check_targets([self.config.target], self.config.target_rows, tokenizer, scorer=self.name)
 
     def begin(self, rater: Rater, pool: Sequence[Example]) -> None:
         """Embeds the target."""
         import numpy as np
 
         from finetune.data_selection.engine.embeddings import embed
+        from finetune.data_selection.target import read_target
 
-        rows = [example.encoded.input_ids for example in self._read(rater.tokenizer)]
+        target = read_target(self.config.target, self.config.target_rows, rater.tokenizer)
+        rows = [example.encoded.input_ids for example in target]
         parts = [rows[start : start + _AT_A_TIME] for start in range(0, len(rows), _AT_A_TIME)]
         self._target_QD = np.stack([vector for part in parts for vector in embed(rater, part)])
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from finetune.core.errors import ConfigError
-from finetune.data_selection.base import FILE, Evidence, Measured, Score, Scorer, ScorerConfig
+from finetune.data_selection.base import FILE, Evidence, Measured, RowScorer, Score, ScorerConfig
 from finetune.data_selection.rating.uncertainty import (
     Normalization,
     model_level,
@@ -69,7 +69,7 @@ class SelectItConfig(ScorerConfig):
 
 
 @register("selectit")
-class SelectIt(Scorer):
+class SelectIt(RowScorer):
     """Scores rows by the model's own rating of them, lowered by its uncertainty; nothing is generated.
 
     Only the probabilities of the ratings 1..K as the next token are read. Token level: the likeliest rating times the

@@ -14,6 +14,7 @@ from finetune.core.errors import CapabilityError, ConfigError, RefusedError
 from finetune.core.files import write_json, write_text
 from finetune.evaluation.run import evaluate_tasks
 from finetune.evaluation.tasks import LM_EVAL, load_rows, read_task
+from finetune.report.say import say
 from finetune.search.percent import percent
 from finetune.search.tree import Found, Node, Scores, search_tree
 from finetune.training.output_folder import RECORD
@@ -155,7 +156,7 @@ class _Search:
             )
             write_json(path, [result.as_dict() for result in results])
         self._base = self._scores(json.loads(path.read_text(encoding="utf-8")))
-        self._say(f"base     speciality {self._base.speciality:.1f}  versatility {self._base.versatility:.1f}")
+        say(self.console, f"base     speciality {self._base.speciality:.1f}  versatility {self._base.versatility:.1f}")
         return self._base
 
     def score(self, node: Node) -> Scores | None:
@@ -187,7 +188,7 @@ class _Search:
             "~search",
         ]
         loaded = load_recipe([str(self.folder / RECIPE)], overrides)
-        self._say(f"\n{node.layers} {', '.join(node.modules)}")
+        say(self.console, f"\n{node.layers} {', '.join(node.modules)}")
         return train(loaded, resume="last" if run.exists() else None, console=self.console).record
 
     def _is_spent(self) -> bool:
@@ -215,8 +216,9 @@ class _Search:
         }
         self._log.append(entry)
         write_text(self.folder / LOG, "".join(json.dumps(line) + "\n" for line in self._log))
-        self._say(
-            f"search   speciality {scores.speciality:.1f}  versatility {scores.versatility:.1f}  sum {utility:.1f}"
+        say(
+            self.console,
+            f"search   speciality {scores.speciality:.1f}  versatility {scores.versatility:.1f}  sum {utility:.1f}",
         )
         # Only the best keeps its weights: a search tries a dozen.
         beaten: Path | None = run
@@ -225,10 +227,6 @@ class _Search:
             self._best = (utility, run)
         for folder in [*run.glob("checkpoint-*"), *([beaten / "final"] if beaten is not None else [])]:
             shutil.rmtree(folder, ignore_errors=True)
-
-    def _say(self, text: str) -> None:
-        if self.console is not None:
-            self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def _tasks(loaded: LoadedRecipe) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Something that is measured on every row of a pool, by one scorer, gone on with where it stopped."""
+"""Something that is measured on every row of a pool, gone on with where it stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.fingerprint import base_fingerprint
-from finetune.data_selection.base import Evidence, Scorer, Unscored
+from finetune.data_selection.base import Evidence, Measuring, Unscored
 from finetune.data_selection.engine.log import ScoreLog
 from finetune.data_selection.engine.processes import Processes
 from finetune.data_selection.engine.rater import Rater
@@ -34,16 +34,16 @@ _BATCH_TOKENS = {"cpu": 2048, "accelerator": 16384}
 
 @dataclass(frozen=True)
 class Pass:
-    """One scorer over one pool.
+    """One thing that is measured over one pool.
 
     Attributes:
-        scorer: What measures.
+        measuring: What measures.
         examples: The rows.
         log: Where its measurements are.
         work: What is left.
     """
 
-    scorer: Scorer
+    measuring: Measuring
     examples: Sequence[Example]
     log: Path
     work: Work
@@ -58,26 +58,26 @@ class Pass:
             return rater
 
         log = ScoreLog(self.log, processes.rank)
-        measure_pool(self.scorer, self.examples, self.work, log, load=load, processes=processes, progress=progress)
+        measure_pool(self.measuring, self.examples, self.work, log, load=load, processes=processes, progress=progress)
 
     def collect(self) -> list[list[Evidence] | Unscored]:
         """Returns what all processes measured on each row."""
         return collect(ScoreLog(self.log), self.work)
 
 
-def plan_pass(scorer: Scorer, examples: Sequence[Example], log: Path, recipe: Recipe) -> Pass:
+def plan_pass(measuring: Measuring, examples: Sequence[Example], log: Path, recipe: Recipe) -> Pass:
     """Returns a pass as the recipe's model and batches make it."""
     model = recipe.model.name_or_path
-    work = plan_work(scorer, examples, ScoreLog(log), model=model, batch_tokens=_batch_tokens(recipe))
-    return Pass(scorer, examples, log, work)
+    work = plan_work(measuring, examples, ScoreLog(log), model=model, batch_tokens=_batch_tokens(recipe))
+    return Pass(measuring, examples, log, work)
 
 
-def identity(recipe: Recipe, scorer: Scorer, pool: Pool, dtype: str | None) -> dict[str, Any]:
+def identity(recipe: Recipe, measuring: Measuring, pool: Pool, dtype: str | None) -> dict[str, Any]:
     """Returns all that measurements depend on, in the words of the recipe; ``dtype`` None is what the recipe says."""
     model = recipe.model
     device = resolve_device(model.device)
     return {
-        "scorer": scorer.fingerprint(),
+        "scorer": measuring.fingerprint(),
         "data": pool.fingerprint,
         "model": model.name_or_path,
         "dtype": dtype or str(resolve_dtype(model.dtype, device)).removeprefix("torch."),

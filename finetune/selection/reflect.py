@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.core.errors import DataError
 from finetune.core.files import hash_file, replaced_file, write_json, write_text
 from finetune.data.records import Message
-from finetune.data_selection.base import Evidence, Scorer, Unscored
+from finetune.data_selection.base import Evidence, Measuring, RowScorer, Unscored
 from finetune.data_selection.chat.config import ChatConfig
 from finetune.data_selection.engine.failures import FAILURES
 from finetune.data_selection.engine.processes import Processes
@@ -24,6 +24,7 @@ from finetune.data_selection.reflection.teacher import Reflections, versions
 from finetune.data_selection.scorers.ifd import Ifd, IfdConfig
 from finetune.data_selection.scorers.r_ifd import ReversedIfd
 from finetune.environment import toolkit_version
+from finetune.report.say import say
 from finetune.selection.describe import describe_bill
 from finetune.selection.folder import SelectionFolder
 from finetune.selection.passes import identity, plan_pass, signals_interrupt
@@ -74,7 +75,7 @@ def reflect(
     run.teacher.check(pool.examples, tokenizer)
     if dry_run:
         (teacher,) = run.teacher.models(loaded.recipe.model.name_or_path)
-        run.say(f"teacher  {teacher}\ndata     {len(pool.examples):,} rows")
+        say(console, f"teacher  {teacher}\ndata     {len(pool.examples):,} rows")
         return SelectionResult(folder.path, "planned")
     with folder.alone() if processes.rank == 0 else nullcontext():
         if processes.rank == 0:
@@ -103,11 +104,6 @@ class _Run:
         who = {name: getattr(section, name) for name in ChatConfig.model_fields}
         return Reflections(ChatConfig(**who), section.max_new_tokens)
 
-    def say(self, text: str) -> None:
-        """Prints."""
-        if self.console is not None:
-            self.console.print(text, highlight=False, soft_wrap=True, markup=False)
-
     def execute(self) -> SelectionResult:
         """Asks, measures, chooses and writes."""
         try:
@@ -121,20 +117,19 @@ class _Run:
                     self._measured(scorer, found.examples, log) for scorer, log in zip(scorers, logs, strict=True)
                 ]
         except KeyboardInterrupt:
-            self.say(
-                f"stopped  what was written and scored is kept\ngo on    finetune reflect {self.folder.recipe} --resume"
-            )
+            resume = f"finetune reflect {self.folder.recipe} --resume"
+            say(self.console, f"stopped  what was written and scored is kept\ngo on    {resume}")
             return SelectionResult(self.folder.path, "interrupted", INTERRUPTED)
         if self.processes.rank > 0:
             return SelectionResult(self.folder.path, "joined")
         return self._finish(reflections, _scores(found.examples, scorers, measured))
 
-    def _measured(self, scorer: Scorer, examples: Sequence[Example], log: str) -> list[list[Evidence] | Unscored]:
+    def _measured(self, measuring: Measuring, examples: Sequence[Example], log: str) -> list[list[Evidence] | Unscored]:
         self.processes.wait()
-        one = plan_pass(scorer, examples, self.folder.log / log, self.recipe)
+        one = plan_pass(measuring, examples, self.folder.log / log, self.recipe)
         self.processes.wait()  # all have read what is done before anyone adds to it
         rows, tokens = (left // self.processes.count for left in (one.work.rows_left(), one.work.tokens_left()))
-        self.say(f"{scorer.name:<9}{one.work.rows_left():,} rows")
+        say(self.console, f"{measuring.name:<9}{one.work.rows_left():,} rows")
         progress = ScoringProgress(self.console, rows, tokens)
         with progress:
             one.measure(self.recipe, self.folder, self.processes, progress)
@@ -247,17 +242,18 @@ class _Run:
         counts = manifest["counts"]
         for name in ("kept", "left_out"):
             parts = ", ".join(f"{count:,} {what}" for what, count in counts[name].items())
-            self.say(f"{name.replace('_', ' '):<9}{parts or 'nothing'}")
+            say(self.console, f"{name.replace('_', ' '):<9}{parts or 'nothing'}")
         result = self.folder.selected / _RESULT
-        self.say(describe_bill(manifest["spent"]))
-        self.say(f"saved    {result}  {self.folder.scores}")
-        self.say(
-            f"next     finetune train {self.folder.recipe} data.train={result} output_dir={self.folder.path}-tuned"
+        say(self.console, describe_bill(manifest["spent"]))
+        say(self.console, f"saved    {result}  {self.folder.scores}")
+        say(
+            self.console,
+            f"next     finetune train {self.folder.recipe} data.train={result} output_dir={self.folder.path}-tuned",
         )
 
 
 def _scores(
-    found: Sequence[Example], scorers: Sequence[Scorer], measured: Sequence[Sequence[Sequence[Evidence] | Unscored]]
+    found: Sequence[Example], scorers: Sequence[RowScorer], measured: Sequence[Sequence[Sequence[Evidence] | Unscored]]
 ) -> dict[int, dict[Origin, VersionScores]]:
     """Returns the scores of the versions of each row; one that cannot be scored counts as not written."""
     scores: dict[int, dict[Origin, VersionScores]] = {}

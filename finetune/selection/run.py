@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import FinetuneWarning
-from finetune.data_selection.base import Scorer, Unscored
+from finetune.data_selection.base import Measuring, Unscored
 from finetune.data_selection.engine.failures import FAILURES
 from finetune.data_selection.engine.processes import Processes
 from finetune.data_selection.engine.run import Work
 from finetune.data_selection.scorers.k_center import Embeddings
+from finetune.report.say import say
 from finetune.selection.describe import describe_end, describe_plan
 from finetune.selection.folder import SelectionFolder
 from finetune.selection.page import write_page
@@ -81,7 +82,7 @@ def select(
     folder.check(resume=resume or processes.rank > 0, overwrite=overwrite)
     plan = make_plan(loaded)
     if dry_run:
-        _say(console, describe_plan(plan, _passes(plan, folder)[0].work, processes=processes.count))
+        say(console, describe_plan(plan, _passes(plan, folder)[0].work, processes=processes.count))
         return SelectionResult(folder.path, "planned")
     with folder.alone() if processes.rank == 0 else nullcontext():
         return _select(loaded, plan, folder, processes, resume=resume, console=console)
@@ -102,7 +103,7 @@ def _select(
         folder.begin(identity(plan.recipe, plan.scorer, plan.pool, recorded), loaded.resolved_yaml(), resume=resume)
     processes.wait()
     passes = _passes(plan, folder)
-    _say(console, describe_plan(plan, passes[0].work, processes=processes.count))
+    say(console, describe_plan(plan, passes[0].work, processes=processes.count))
     processes.wait()  # all have read what is done before anyone adds to it
     rows, tokens = (sum(count(one.work) for one in passes) for count in (Work.rows_left, Work.tokens_left))
     progress = ScoringProgress(console, rows // processes.count, tokens // processes.count)
@@ -111,7 +112,7 @@ def _select(
             for one in passes:
                 one.measure(plan.recipe, folder, processes, progress)
     except KeyboardInterrupt:
-        _say(console, f"stopped  {progress.done:,} more rows are scored\ngo on    {_resume_command(folder)}")
+        say(console, f"stopped  {progress.done:,} more rows are scored\ngo on    {_resume_command(folder)}")
         return SelectionResult(folder.path, "interrupted", INTERRUPTED)
     processes.wait()
     if processes.rank > 0:
@@ -123,9 +124,9 @@ def _select(
 
 def _passes(plan: SelectionPlan, folder: SelectionFolder) -> list[Pass]:
     """Returns what is measured on every row: what the scorer needs, and what rules that compare rows need."""
-    measured: list[tuple[Scorer, Path]] = [(plan.scorer, folder.log)]
+    measured: list[tuple[Measuring, Path]] = [(plan.scorer, folder.log)]
     measured += [(Embeddings(), folder.vectors)] if plan.recipe.select.diversity is not None else []
-    return [plan_pass(scorer, plan.pool.examples, log, plan.recipe) for scorer, log in measured]
+    return [plan_pass(one, plan.pool.examples, log, plan.recipe) for one, log in measured]
 
 
 def _finish(
@@ -144,7 +145,7 @@ def _finish(
     }
     manifest = write_selection(selection, folder, about=about)
     write_page(selection, folder, manifest)
-    _say(console, describe_end(selection, folder, manifest))
+    say(console, describe_end(selection, folder, manifest))
     failed = sum(row.reason in FAILURES for row in selection.unscored.values())
     code = FAILED if has_failed(failed, len(selection.examples)) else 0
     return SelectionResult(folder.path, "completed", code, manifest)
@@ -157,8 +158,3 @@ def has_failed(failed: int, rows: int) -> bool:
 
 def _resume_command(folder: SelectionFolder) -> str:
     return f"finetune select {folder.recipe} --resume"
-
-
-def _say(console: Console | None, text: str) -> None:
-    if console is not None:
-        console.print(text, highlight=False, soft_wrap=True, markup=False)

@@ -18,6 +18,7 @@ from finetune.methods.callback import EarlyStop
 from finetune.report.model_card import write_model_card
 from finetune.report.page import write_report
 from finetune.report.plots import write_plots
+from finetune.report.say import say
 from finetune.training.checkpoint import check_identity, list_checkpoints
 from finetune.training.describe import describe_end, describe_plan, describe_record
 from finetune.training.estimate import estimate_plan
@@ -99,7 +100,7 @@ def train(
 def _dry_run(loaded: LoadedRecipe, run: Path, console: Console) -> RunResult:
     plan = make_plan(loaded.recipe, meta=True, limit=_DRY_RUN_EXAMPLES)
     plan.attach()
-    console.print(describe_plan(plan, estimate_plan(plan), run), highlight=False, soft_wrap=True, markup=False)
+    say(console, describe_plan(plan, estimate_plan(plan), run))
     return RunResult(run, "planned")
 
 
@@ -116,14 +117,13 @@ class _Run:
         estimate = estimate_plan(self.plan)
         self._preflight(estimate, force=force)
         if self.checkpoint is not None and (ended := _completed(self.run)) is not None:
-            self.console.print(f"done     {self.run} is complete, there is nothing left to train", highlight=False)
+            say(self.console, f"done     {self.run} is complete, there is nothing left to train")
             return RunResult(self.run, "completed", record=ended)
         if self.is_main:
             if fresh:
                 clear_output(self.run)
             self._write_inputs()
-            text = describe_plan(self.plan, estimate, self.run)
-            self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+            say(self.console, describe_plan(self.plan, estimate, self.run))
         self.plan.arguments.distributed_state.wait_for_everyone()
         record = RunRecord(self.run, describe_record(self.loaded, self.plan, estimate, before))
         if self.is_main:
@@ -261,10 +261,9 @@ class _Run:
             write_plots(self.run)
             write_report(self.run)
             last = list_checkpoints(self.run)[-1]
-            self.console.print(
+            say(
+                self.console,
                 f"stopped  {last} is complete\nnext     finetune train {self.run / 'config.resolved.yaml'} --resume",
-                highlight=False,
-                soft_wrap=True,
             )
         return RunResult(self.run, "interrupted", INTERRUPTED, record.fields)
 
@@ -279,7 +278,7 @@ class _Run:
         write_plots(self.run)
         write_report(self.run)
         write_json(self.run / "summary.json", _summary(record.fields))
-        self.console.print(describe_end(self.run, record.fields), highlight=False, soft_wrap=True, markup=False)
+        say(self.console, describe_end(self.run, record.fields))
 
 
 def _completed(run: Path) -> dict[str, Any] | None:

@@ -217,7 +217,7 @@ class TestGoingOn:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
             deadline = time.monotonic() + 60
-            while process.poll() is None and not list(folder.glob("log/*.jsonl")):
+            while process.poll() is None and not any(b"\n" in log.read_bytes() for log in folder.glob("log/*.jsonl")):
                 assert time.monotonic() < deadline
             process.send_signal(signal.SIGKILL)
         log = folder / "log" / "0.jsonl"
@@ -235,7 +235,7 @@ class TestGoingOn:
         command = [sys.executable, "-m", "finetune", "select", str(workshop / "recipe.yaml"), f"output_dir={folder}"]
         with subprocess.Popen([*command, "select.batch_tokens=1"], stderr=subprocess.PIPE, text=True) as process:
             deadline = time.monotonic() + 60
-            while process.poll() is None and not list(folder.glob("log/*.jsonl")):
+            while process.poll() is None and not any(b"\n" in log.read_bytes() for log in folder.glob("log/*.jsonl")):
                 assert time.monotonic() < deadline
             process.send_signal(signal.SIGTERM)
             said = process.communicate()[1]
