@@ -35,6 +35,17 @@ def _engine_exists(recipe: Recipe, given: Given) -> Problem | None:
     )
 
 
+def _streamed_once(recipe: Recipe, given: Given) -> Problem | None:
+    """Blocks that are read from disk are computed again in the backward pass already."""
+    if recipe.engine.offload.weights != "disk" or not recipe.train.get("activation_checkpointing"):
+        return None
+    return Problem(
+        "blocks that are read from disk are computed again in the backward pass as it is",
+        given.where("train.activation_checkpointing"),
+        fix="train.activation_checkpointing: false",
+    )
+
+
 def _training_data_exist(recipe: Recipe, given: Given) -> Problem | None:
     return _first_missing(recipe.data.train, "data.train", given)
 
@@ -125,6 +136,7 @@ def _trackers_are_installed(recipe: Recipe, given: Given) -> Problem | None:
 
 RULES: tuple[Rule, ...] = (
     _engine_exists,
+    _streamed_once,
     _model_file_exists,
     _training_data_exist,
     _held_out_data_exist,

@@ -15,6 +15,7 @@ __all__ = [
     "EngineSection",
     "EvalSection",
     "ModelSection",
+    "OffloadSection",
     "Recipe",
     "ReflectSection",
     "SearchSection",
@@ -136,11 +137,25 @@ class DataSection(Section):
     cache: bool = Field(default=True, description="Whether prepared data are kept for the next run.")
 
 
+class OffloadSection(Section):
+    """What is kept elsewhere until it is computed with."""
+
+    weights: Literal["none", "disk", "mmap"] = Field(
+        default="none",
+        description="Frozen weights of the blocks; disk: read into buffers block by block; mmap: paged in by the "
+        "system; none: in memory.",
+    )
+    slots: int = Field(default=2, ge=2, description="Buffers of weights: disk, each of a block's size.")
+
+
 class EngineSection(Section):
     """Processes and devices."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp2", "deepspeed"] = Field(
         default="auto", description="auto: ddp where several processes run, else single."
+    )
+    offload: OffloadSection = Field(
+        default=OffloadSection(), description="What is kept elsewhere until it is computed with."
     )
 
 

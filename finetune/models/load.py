@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["check_model", "load_config", "load_model", "load_tokenizer", "resolve_dtype"]
+__all__ = ["check_model", "load_config", "load_model", "load_tokenizer", "resolve_dtype", "untie"]
 
 _MODALITIES = ("vision_config", "audio_config", "speech_config")
 
@@ -146,7 +146,7 @@ def load_model(
         except (OSError, ValueError, ImportError) as error:
             raise _unreachable(name_or_path, error) from error
     if tied == "untie":
-        _untie(model)
+        untie(model)
     return cast("PreTrainedModel", model.eval())
 
 
@@ -157,7 +157,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return best_dtype(device) if name == "auto" else cast(torch.dtype, getattr(torch, name))
 
 
-def _untie(model: Any) -> None:
+def untie(model: Any) -> None:
+    """Gives the output head its own copy of a shared embedding, and says so in the config."""
     import torch
 
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()

@@ -12,6 +12,7 @@ import transformers
 
 from finetune import __version__
 from finetune.report.record import next_commands
+from finetune.training.streaming import streaming_lines, traffic_lines
 
 if TYPE_CHECKING:
     from finetune.config.load import LoadedRecipe
@@ -74,6 +75,7 @@ def describe_record(
             "saved_bytes": None,
         },
         "final": {"loss": None, "eval_loss": None},
+        "streaming": None,
         "evaluation": {"before": before, "after": []},
         "config_resolved": loaded.resolved_yaml(),
     }
@@ -114,6 +116,7 @@ def describe_plan(plan: Plan, estimate: MemoryEstimate, run: Path) -> str:
             "memory",
             f"estimate {estimate.peak / 1e9:.2f} GB peak ({parts})  free {estimate.available / 1e9:.1f} GB",
         ),
+        *streaming_lines(plan),
         ("output", str(run)),
         ("example", f"{example}   (brackets = loss)"),
     ]
@@ -131,6 +134,7 @@ def describe_end(run: Path, record: dict[str, Any]) -> str:
     saved = memory["saved_bytes"]
     lines = [
         ("done", " · ".join(numbers)),
+        *traffic_lines(record["streaming"]),
         *_evaluation_lines(record["evaluation"]),
         *(("warning", text) for text in record["warnings"]),
         (

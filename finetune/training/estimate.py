@@ -9,6 +9,7 @@ import torch
 from finetune.planning.host import available_memory, resident_bytes
 from finetune.planning.memory import MemoryEstimate, estimate_memory
 from finetune.training.loss import CHUNK
+from finetune.training.streaming import elsewhere_bytes, recomputes
 
 if TYPE_CHECKING:
     from finetune.training.plan import Plan
@@ -22,7 +23,7 @@ def estimate_plan(plan: Plan) -> MemoryEstimate:
     arguments = plan.arguments
     attached = plan.method.model
     tensors = [*attached.parameters(), *attached.buffers()]
-    weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors) - elsewhere_bytes(plan)
     summary = plan.method.summary()
     trained_bytes = summary.trained_bytes
     length = max(plan.train.dataset["length"])
@@ -37,7 +38,7 @@ def estimate_plan(plan: Plan) -> MemoryEstimate:
         weight_dtype=str(model.dtype).removeprefix("torch."),
         micro_batch=rows,
         length=length,
-        checkpointing=arguments.activation_checkpointing is True,
+        checkpointing=arguments.activation_checkpointing is True or recomputes(plan),
         attn_implementation=model.config._attn_implementation,
         method_kind=plan.method.kind,
         label_tokens=rows * plan.train.longest_labels,

@@ -18,6 +18,8 @@ from finetune.methods import Method, build_method
 from finetune.models import load_config, load_model, load_tokenizer
 from finetune.models.dtype import best_attention, resolve_device
 from finetune.models.load import resolve_dtype
+from finetune.offload import BlockStreamer, load_streamed
+from finetune.training.streaming import check_streamed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +48,8 @@ class Plan:
         model: The base model, before the method is attached.
         method: Not attached yet.
         arguments: For the trainer.
+        streamer: What brings the model's blocks in, where they stay on disk.
+        attached: What trains, after :meth:`attach`.
     """
 
     recipe: Recipe
@@ -56,6 +60,7 @@ class Plan:
     model: PreTrainedModel
     method: Method
     arguments: TrainingArguments
+    streamer: BlockStreamer | None = None
     attached: nn.Module | None = None
 
     def attach(self, learned: Path | None = None) -> nn.Module:
@@ -165,18 +170,32 @@ def make_plan(recipe: Recipe, *, meta: bool = False, limit: int | None = None) -
             head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
             length=max(1, train.tokens // train.examples),
         )
-    model = load_model(
-        section.name_or_path,
-        dtype=str(dtype).removeprefix("torch."),
-        attn_implementation=attention,
-        device=section.device,
-        tied=section.tied,
-        meta=meta,
-        **source,
-    )
+    streamer = None
+    if recipe.engine.offload.weights != "none":
+        check_streamed(method, arguments, device)
+    if recipe.engine.offload.weights == "none" or meta:
+        model = load_model(
+            section.name_or_path,
+            dtype=str(dtype).removeprefix("torch."),
+            attn_implementation=attention,
+            device=section.device,
+            tied=section.tied,
+            meta=meta,
+            **source,
+        )
+    else:
+        model, streamer = load_streamed(
+            section.name_or_path,
+            dtype=section.dtype,
+            attn_implementation=attention,
+            tied=section.tied,
+            source=recipe.engine.offload.weights,
+            slots=recipe.engine.offload.slots,
+            **source,
+        )
     _check_precision(model, arguments)
     _check_recomputation(method, arguments)
-    return Plan(recipe, tokenizer, train, calibration, evaluation, model, method, arguments)
+    return Plan(recipe, tokenizer, train, calibration, evaluation, model, method, arguments, streamer)
 
 
 def _prepare(

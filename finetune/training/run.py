@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -219,12 +219,13 @@ class _Run:
             return RunResult(self.run, "completed")
         peak = peak_device_bytes()
         final = _final_numbers(trainer)
+        streaming = None if self.plan.streamer is None else asdict(self.plan.streamer.traffic())
         self._save_final(record)
         after = self._evaluate(model)
         saved = sum(file.stat().st_size for file in (self.run / "final").glob("*.safetensors"))
         memory = {**record.fields["memory"], "measured_peak_bytes": peak, "saved_bytes": saved}
         evaluation = {**record.fields["evaluation"], "after": after}
-        record.end("completed", seconds=seconds, final=final, memory=memory, evaluation=evaluation)
+        record.end("completed", seconds=seconds, final=final, memory=memory, evaluation=evaluation, streaming=streaming)
         self._report(record)
         return RunResult(self.run, "completed", record=record.fields)
 
