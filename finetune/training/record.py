@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import platform
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.core.files import write_json
 from finetune.environment import toolkit_version
 from finetune.training.output_folder import RECORD
 
-__all__ = ["RunRecord"]
+if TYPE_CHECKING:
+    from finetune.config.schema import Recipe
+
+__all__ = ["RunRecord", "as_recorded"]
 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors")
+
+
+def as_recorded(recipe: Recipe, run: Path) -> Recipe:
+    """Returns the recipe with the dtype and the attention that an earlier run settled on in place of ``auto``."""
+    file = run / RECORD
+    recorded = json.loads(file.read_text(encoding="utf-8")).get("model", {}) if file.is_file() else {}
+    automatic = [key for key in ("dtype", "attn_implementation") if getattr(recipe.model, key) == "auto"]
+    settled = {key: recorded[key] for key in automatic if key in recorded}
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=settled)})
 
 
 class RunRecord:

@@ -28,7 +28,7 @@ from finetune.training.memory import peak_device_bytes
 from finetune.training.output_folder import RECORD, check_disk, check_output, checkpoint_to_resume, clear_output
 from finetune.training.plan import Plan, make_plan
 from finetune.training.progress import Metrics, ProgressDisplay
-from finetune.training.record import RunRecord
+from finetune.training.record import RunRecord, as_recorded
 from finetune.training.sampler import EpochSampler
 from finetune.training.trainer import FinetuneTrainer
 
@@ -93,7 +93,8 @@ def train(
     if dry_run:
         return _dry_run(loaded, run, console)
     checkpoint = checkpoint_to_resume(run, resume)
-    plan = make_plan(loaded.recipe)
+    # What "auto" comes to is measured, so it may differ from run to run: the first one decides.
+    plan = make_plan(loaded.recipe if checkpoint is None else as_recorded(loaded.recipe, run))
     return _Run(loaded, plan, run, console, checkpoint).execute(force=force, fresh=resume is None)
 
 

@@ -22,6 +22,7 @@ from finetune.export.merge import merge_run
 from finetune.export.run import export_run
 from finetune.models import load_tuned
 from finetune.report.record import next_commands
+from finetune.training import plan
 from finetune.training.run import train as resume
 from support.tiny import save_tiny_model
 
@@ -89,13 +90,20 @@ def test_a_task_is_merged_exported_and_asked_by_its_name(run: Path, workshop: Pa
         assert "".join(ChatSession(str(run), max_new_tokens=1, task=task).reply("say 3")) == answer
 
 
-def test_a_run_goes_on_from_its_checkpoint_exactly(run: Path, workshop: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_its_checkpoint_exactly(
+    run: Path, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = json.loads((run / "run.json").read_text())["model"]["attn_implementation"]
+    # A measurement that comes out the other way on another day.
+    monkeypatch.setattr(plan, "best_attention", lambda **_: "sdpa" if recorded == "eager" else "eager")
     shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint-120")
     shutil.rmtree(tmp_path / "run" / "final")
     record = json.loads((run / "run.json").read_text())
     (tmp_path / "run" / "run.json").write_text(json.dumps({**record, "status": "interrupted"}))
     resume(load_recipe([str(workshop / "recipe.yaml")], [f"output_dir={tmp_path / 'run'}"]), resume="last")
+    again = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert again["model"]["attn_implementation"] == recorded
     first, second = (finetune.load(str(workshop / "model"), folder / "final") for folder in (run, tmp_path / "run"))
     for (name, one), (_, two) in zip(first.named_parameters(), second.named_parameters(), strict=True):
         assert torch.equal(one, two), name
