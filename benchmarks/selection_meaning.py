@@ -11,6 +11,7 @@ Run: python benchmarks/selection_meaning.py [--quick] [--json PATH]; needs ../sh
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -76,26 +77,45 @@ def load(name: str) -> Any:
     return Rater(load_model(name, dtype="float32"), load_tokenizer(name), name)
 
 
-def scores(spec: Mapping[str, Any], pool: Sequence[Any], tokenizer: Any) -> list[float | None]:
-    """Returns what each row scores, measured as ``finetune select`` does it; None where it has no score."""
-    from finetune.data_selection import build_scorer
-    from finetune.data_selection.base import Unscored
-    from finetune.data_selection.engine.log import ScoreLog
-    from finetune.data_selection.engine.run import collect, measure_pool, plan_work
+class Measurements:
+    """What scorers measure on a pool, as ``finetune select`` does it; those that measure alike share it.
 
-    scorer = build_scorer(spec)
-    scorer.check(pool, tokenizer)
-    with tempfile.TemporaryDirectory() as scratch:
-        log = ScoreLog(Path(scratch))
-        work = plan_work(scorer, pool, log, model=MODEL, batch_tokens=BATCH_TOKENS)
-        measure_pool(scorer, pool, work, log, load=load)
-        measured = collect(log, work)
-    scored = {place: row for place, row in enumerate(measured) if not isinstance(row, Unscored)}
-    if not scored:
-        return [None] * len(pool)
-    found = scorer.score_pool([pool[place] for place in scored], list(scored.values()))
-    values = {place: score.value for place, score in zip(scored, found, strict=True)}
-    return [values.get(place) for place in range(len(pool))]
+    Args:
+        pool: The rows.
+        tokenizer: Of the model.
+    """
+
+    def __init__(self, pool: Sequence[Any], tokenizer: Any) -> None:
+        self._pool, self._tokenizer = pool, tokenizer
+        self._known: dict[Any, list[Any]] = {}
+
+    def scores(self, spec: Mapping[str, Any]) -> list[float | None]:
+        """Returns what each row scores; None where it has no score."""
+        from finetune.data_selection import build_scorer
+        from finetune.data_selection.base import Unscored
+
+        scorer = build_scorer(spec)
+        scorer.check(self._pool, self._tokenizer)
+        alike = (type(scorer).measure, json.dumps({**scorer.fingerprint(), "name": ""}, sort_keys=True))
+        if alike not in self._known:
+            self._known[alike] = self._measure(scorer)
+        measured = self._known[alike]
+        scored = {place: row for place, row in enumerate(measured) if not isinstance(row, Unscored)}
+        if not scored:
+            return [None] * len(measured)
+        found = scorer.score_pool([self._pool[place] for place in scored], list(scored.values()))
+        values = {place: score.value for place, score in zip(scored, found, strict=True)}
+        return [values.get(place) for place in range(len(measured))]
+
+    def _measure(self, scorer: Any) -> list[Any]:
+        from finetune.data_selection.engine.log import ScoreLog
+        from finetune.data_selection.engine.run import collect, measure_pool, plan_work
+
+        with tempfile.TemporaryDirectory() as scratch:
+            log = ScoreLog(Path(scratch))
+            work = plan_work(scorer, self._pool, log, model=MODEL, batch_tokens=BATCH_TOKENS)
+            measure_pool(scorer, self._pool, work, log, load=load)
+            return collect(log, work)
 
 
 def claims_of(name: str, intact: Sequence[float | None], mismatched: Sequence[float | None]) -> list[Claim]:
@@ -127,9 +147,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: there is no {DATA}")
     tokenizer = load_tokenizer(MODEL)
     intact, mismatched = mixed_pool(4 if given.quick else 200, tokenizer)
+    measurements = Measurements([*intact, *mismatched], tokenizer)
     claims = []
     for name, spec in SCORERS.items():
-        found = scores(spec, [*intact, *mismatched], tokenizer)
+        found = measurements.scores(spec)
         claims += claims_of(name, found[: len(intact)], found[len(intact) :])
         print(f"{claims[-1].name} {claims[-1].value:.3f}", file=sys.stderr)
     report(f"mismatched pairs with {MODEL}, {torch.get_num_threads()} threads", claims, given.json)
