@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from finetune.data.records import DataSource
-    from finetune.data_selection.pool import Example
+    from finetune.data_selection.pool import Example, Pool
 
-__all__ = ["Selection", "select_rows", "subset_names", "write_selection"]
+__all__ = ["Selection", "select_rows", "subset_names", "write_dropped", "write_selection"]
 
 _PACKAGES = ("torch", "transformers", "datasets", "tokenizers")
 
@@ -156,16 +156,22 @@ def write_selection(selection: Selection, folder: SelectionFolder, *, about: Map
         about: What the manifest says of the run besides: models, seconds, warnings.
     """
     _write_scores(selection, folder.scores)
-    dropped = [vars(row) for row in selection.plan.pool.dropped]
-    write_text(folder.dropped, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in dropped))
+    dropped = write_dropped(selection.plan.pool, folder)
     files = _write_subsets(selection, folder.selected)
     manifest = {**_manifest(selection), **about}
-    written = [folder.scores, folder.dropped, *files]
+    written = [folder.scores, dropped, *files]
     manifest["files"] = {
         file.relative_to(folder.path).as_posix(): hash_file(file) if file.is_file() else None for file in written
     }
     write_json(folder.manifest, manifest)
     return manifest
+
+
+def write_dropped(pool: Pool, folder: SelectionFolder) -> Path:
+    """Writes the rows that could not be used, with the reason of each, and returns the file."""
+    lines = [json.dumps(vars(row), ensure_ascii=False) + "\n" for row in pool.dropped]
+    write_text(folder.dropped, "".join(lines))
+    return folder.dropped
 
 
 def _write_scores(selection: Selection, path: Path) -> None:
