@@ -85,6 +85,15 @@ class TestWhatItLeaves:
         for row in rows:
             assert row["score"] == pytest.approx(2.718281828459045 ** (row["loss"] - row["loss_alone"]))
 
+    def test_the_order_of_the_file_changes_no_score(self, workshop: Path, whole: Path, tmp_path: Path) -> None:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in reversed(ROWS)))
+        run(workshop, tmp_path / "out", f"data.train={tmp_path / 'rows.jsonl'}")
+        one, other = ({row["key"]: row for row in table(folder)} for folder in (whole, tmp_path / "out"))
+        assert one.keys() == other.keys()
+        for key, row in one.items():
+            assert other[key]["score"] == pytest.approx(row["score"], rel=1e-4)  # float32, in other batches
+            assert other[key]["kept"] == row["kept"]
+
     def test_the_manifest_adds_up(self, whole: Path) -> None:
         manifest = json.loads((whole / "manifest.json").read_text())
         counts = manifest["counts"]
@@ -273,16 +282,20 @@ class TestGoingOn:
             run(workshop, tmp_path / "out", f"model.name_or_path={model}", resume=True)
 
     @pytest.mark.multi_process
-    def test_two_processes_leave_the_same_files_as_one(self, workshop: Path, whole: Path, tmp_path: Path) -> None:
-        arguments = ["select", str(workshop / "recipe.yaml"), f"output_dir={tmp_path / 'out'}", "--nproc", "2"]
+    @pytest.mark.parametrize("scorer", ["ifd", "less"])
+    def test_two_processes_leave_the_same_files_as_one(self, scorer: str, workshop: Path, tmp_path: Path) -> None:
+        (tmp_path / "target.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:3]))
+        less = f"{{name: less, target: [{tmp_path / 'target.jsonl'}], r: 2, lora_alpha: 4, warmup_epochs: 2}}"
+        override = f"select.scorer={less if scorer == 'less' else scorer}"
+        run(workshop, tmp_path / "one", override)
+        arguments = ["select", str(workshop / "recipe.yaml"), override, f"output_dir={tmp_path / 'two'}"]
+        command = [sys.executable, "-m", "finetune", *arguments, "--nproc", "2"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-m", "finetune", *arguments], env=environment, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
-        assert sorted(file.name for file in (tmp_path / "out" / "log").iterdir()) == ["0.jsonl", "1.jsonl"]
+        assert sorted(file.name for file in (tmp_path / "two" / "log").iterdir()) == ["0.jsonl", "1.jsonl"]
         for name in ("scores.parquet", "selected/rows.jsonl"):
-            assert (tmp_path / "out" / name).read_bytes() == (whole / name).read_bytes()
+            assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
 
 
 @pytest.mark.real
