@@ -30,6 +30,7 @@ from finetune.selection.folder import SelectionFolder
 from finetune.selection.passes import identity, plan_pass, signals_interrupt
 from finetune.selection.plan import read_rows
 from finetune.selection.progress import ScoringProgress
+from finetune.selection.reasons import reasons_in_words, what_helps
 from finetune.selection.reflected import RESULT, ReflectedRow, reflected_row, write_reflected
 from finetune.selection.reflection_page import write_page
 from finetune.selection.result import write_dropped
@@ -168,9 +169,9 @@ class _Run:
             for place, (example, found) in enumerate(zip(self.pool.examples, reflections, strict=True))
         ]
         if all(row.left_out for row in rows):
-            reasons = Counter(row.left_out for row in rows)
-            got = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-            raise DataError("no version is kept", where="reflect", got=got, fix="reflect.keep=all, or another teacher")
+            reasons = [(row.left_out, row.detail) for row in rows]
+            fix = what_helps(reasons, "another teacher" if keep == "all" else "reflect.keep=all, or another teacher")
+            raise DataError("no version is kept", where="reflect", got=reasons_in_words(reasons), fix=fix)
         files = [*write_reflected(rows, self.folder), write_dropped(self.pool, self.folder)]
         manifest = self._manifest(rows, reflections, files)
         write_json(self.folder.manifest, manifest)

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.core.errors import DataError
 from finetune.core.files import hash_file, replaced_file, replaced_folder, write_json, write_text
 from finetune.data.subset import subset_name, write_subset
 from finetune.data_selection.base import Evidence, Score, Unscored
@@ -29,6 +30,7 @@ from finetune.data_selection.engine.embeddings import unpacked
 from finetune.environment import toolkit_version
 from finetune.selection.folder import SelectionFolder
 from finetune.selection.plan import SelectionPlan
+from finetune.selection.reasons import reasons_in_words, what_helps
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,11 +95,19 @@ def select_rows(
         vectors: What :class:`Embeddings` measured; for rules that compare rows.
 
     Raises:
-        DataError: No row is kept.
+        DataError: No row has a score, or none is kept.
     """
     examples = plan.pool.examples
     places = [place for place, row in enumerate(measured) if not isinstance(row, Unscored)]
     evidence = [row for row in measured if not isinstance(row, Unscored)]
+    if not evidence:
+        reasons = [(row.reason, row.detail) for row in measured if isinstance(row, Unscored)]
+        raise DataError(
+            "no row has a score",
+            where="select.scorer",
+            got=reasons_in_words(reasons),
+            fix=what_helps(reasons, "another scorer or model"),
+        )
     found = plan.scorer.score_pool([examples[place] for place in places], evidence)
     scores = dict(zip(places, found, strict=True))
     candidates = [

@@ -261,6 +261,29 @@ def test_what_is_wrong_with_the_teacher_is_said_before_anything_starts(workshop:
     assert not (tmp_path / "out").exists()
 
 
+def test_plain_text_is_refused_without_talk_of_scorers(workshop: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "Paris is a city."}\n')
+    with pytest.raises(DataError, match="reflect needs instructions") as caught:
+        run(workshop, tmp_path / "out", None, f"data.train={tmp_path / 'text.jsonl'}", dry_run=True)
+    assert caught.value.want == "rows with an instruction and an answer"
+
+
+@pytest.mark.parametrize(
+    ("reply", "got", "fix"),
+    [
+        ((500, {}, b""), "7 the endpoint did not answer (HTTP 500, 1 attempts)", "--resume"),
+        ((200, {}, b"<html>"), "7 the endpoint's answer is no chat completion", "another teacher"),
+    ],
+)
+def test_a_teacher_that_is_no_use_is_told_from_one_that_is_away(
+    reply: Any, got: str, fix: str, workshop: Path, tmp_path: Path
+) -> None:
+    with chat_server(lambda content: reply) as (url, _), pytest.raises(DataError) as caught:
+        run(workshop, tmp_path / "out", url)
+    assert caught.value.got.startswith(got)
+    assert fix in caught.value.fix
+
+
 def test_a_wrong_key_names_the_section(workshop: Path, tmp_path: Path) -> None:
     with chat_server(lambda content: (401, {}, b"")) as (url, _), pytest.raises(ConfigError, match="key") as caught:
         run(workshop, tmp_path / "out", url)

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pyarrow.parquet
 import pytest
+from rich.console import Console
 
 import finetune
 from finetune.config.load import load_recipe
@@ -22,6 +24,7 @@ from finetune.core.errors import ConfigError, DataError, FinetuneError, RefusedE
 from finetune.core.shipped import shipped_names
 from finetune.data_selection.engine.log import ScoreLog
 from finetune.selection.run import SelectionResult, select
+from support.chat_server import chat_server, completion
 from support.pools import PAIRS
 from support.tiny import save_tiny_model
 
@@ -339,14 +342,25 @@ class TestWhatItRefuses:
         assert caught.value.where.endswith("text.jsonl:1")
         assert not (tmp_path / "out").exists()
 
+    def test_a_judge_that_judges_nothing_is_shown_with_what_it_says(self, workshop: Path, tmp_path: Path) -> None:
+        with chat_server(lambda content: completion("I cannot help.")) as (url, _):
+            judge = f"select.scorer={{name: judge, endpoint: {json.dumps(url)}, model: m, cache: false}}"
+            with pytest.raises(DataError, match="no row has a score") as caught:
+                run(workshop, tmp_path / "out", judge)
+        assert caught.value.got == f"{len(ROWS)} the judge gave no rating ('I cannot help.')"
+
     def test_files_of_something_else_are_left_alone(self, workshop: Path, tmp_path: Path) -> None:
         (tmp_path / "notes.txt").write_text("mine")
         with pytest.raises(RefusedError, match="not a selection's"):
             run(workshop, tmp_path, overwrite=True)
         assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
-    def test_a_dry_run_writes_nothing(self, workshop: Path, tmp_path: Path) -> None:
-        assert run(workshop, tmp_path / "out", dry_run=True).status == "planned"
+    def test_a_dry_run_writes_nothing_and_says_what_would_be_done(self, workshop: Path, tmp_path: Path) -> None:
+        said = StringIO()
+        less = f"select.scorer={{name: less, target: [{workshop / 'rows.jsonl'}]}}"
+        options: dict[str, Any] = {"dry_run": True, "console": Console(file=said, width=200)}
+        assert run(workshop, tmp_path / "out", less, **options).status == "planned"
+        assert f"model    {workshop / 'model'}, 4 times\n" in said.getvalue()
         assert not (tmp_path / "out").exists()
 
     def test_rows_that_do_not_fit_are_dropped_and_counted(self, workshop: Path, tmp_path: Path) -> None:
