@@ -39,19 +39,19 @@ SCORERS: Mapping[str, Mapping[str, Any]] = {
     "selectit_token": {**_RATED, "num_prompts": 1},
     "deita": {"name": "deita"},
     "judge": {"name": "judge"},
-    "rds_plus": {"name": "rds_plus", "target": str(TARGET), "target_rows": 50},
+    "rds_plus": {"name": "rds_plus", "target": str(TARGET), "target_rows": 20},
     "k_center": {"name": "k_center"},
     "facility_location": {"name": "facility_location"},
     "less": {
         "name": "less",
         "target": [str(TARGET)],
-        "target_rows": 50,
-        "warmup_epochs": 2,
+        "target_rows": 20,
+        "warmup_epochs": 1,
         "r": 16,
         "lora_alpha": 64,
     },
 }
-"""One model for all, ``superfiltering`` too; ``less`` has a smaller LoRA and fewer epochs than it has by itself."""
+"""One model for all, ``superfiltering`` too; ``less`` has a smaller LoRA and one epoch, not four."""
 
 
 def mixed_pool(count: int, tokenizer: Any) -> tuple[Sequence[Any], Sequence[Any]]:

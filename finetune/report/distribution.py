@@ -54,7 +54,7 @@ def _draw(axes: Axes, histogram: Histogram) -> None:
     import numpy as np
 
     edges = np.histogram_bin_edges([*histogram.behind, *histogram.before], bins=_BINS).tolist()
-    sets = zip((histogram.behind, histogram.before), histogram.names, ((INK, 0.35), (LINE, 0.85)), strict=True)
+    sets = zip((histogram.behind, histogram.before), histogram.names, ((INK, 0.35), (LINE, 0.6)), strict=True)
     for values, name, (color, alpha) in sets:
         axes.hist(values, bins=edges, color=color, alpha=alpha, label=f"{name} {len(values):,}")
     axes.set_xlabel(histogram.label)

@@ -167,6 +167,10 @@ class TestPrompts:
         with pytest.raises(ConfigError) as caught:
             read_prompts(str(tmp_path / "prompt.txt"), 1, 5)
         assert caught.value.near == "prompts.txt"
+        (tmp_path / "latin.txt").write_bytes(b"Rate it, 1 \xe0 5.")
+        for unreadable in (tmp_path / "latin.txt", tmp_path):
+            with pytest.raises(ConfigError, match="cannot be read"):
+                read_prompts(str(unreadable), 1, 5)
 
     def test_the_published_form(self) -> None:
         form = RatingForm("official", chat=False, cue="The answer is: \n", assistant_prefix="")
