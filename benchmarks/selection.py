@@ -1,17 +1,14 @@
-"""How fast rows are scored, and whether the scores tell pairs that belong together from pairs that do not.
+"""How fast rows are scored, and how much memory the logits take.
 
 Speed: ``selectit`` on real instruction data against the loop that is published for it (one text at a time, logits of
 all positions, cache on), in float32, in one process, alternating; both orders of prompt and example, and the largest
-difference between the two ways' scores. Meaning: every row gets the answer of the next one, and AUROC is the
-probability that a mismatched pair looks worse than an intact one: scores higher by ifd, r_ifd and loss, lower by
-selectit. Memory: the most positions whose logits exist at a time.
+difference between the two ways' scores. Memory: the most positions whose logits exist at a time while ``ifd`` measures.
 
 Run: python benchmarks/selection.py [--quick] [--json PATH]; needs ../shared/data/alpaca_random.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import time
@@ -26,23 +23,12 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "alpaca_random"
 LONGEST = 256
 """Tokens of the longest rows that are taken: two cores score thousands of tokens in a minute, not more."""
 BATCH_TOKENS = 2048
-MEANING: dict[str, dict[str, Any]] = {
-    "ifd_ppl": {"name": "ifd"},
-    "ifd_loss": {"name": "ifd", "metric": "loss"},
-    "r_ifd_ppl": {"name": "r_ifd"},
-    "r_ifd_loss": {"name": "r_ifd", "metric": "loss"},
-    "loss": {"name": "loss"},
-    "superfiltering": {"name": "superfiltering", "model": MODEL},
-    "selectit": {"name": "selectit", "order": "example_first", "form": "chat", "assistant_prefix": "Score: "},
-}
-"""What is asked to tell mismatched pairs from intact ones; ``superfiltering`` reads bare text, with the same model."""
-HIGHER_IS_BETTER = ("selectit",)
 OFFICIAL_ROWS = 12
 """Rows that the published order is timed on: it has no goal, and the loop takes ten minutes for two hundred."""
 
 
-def read_pool(count: int, tokenizer: Any, *, shuffled: bool = False) -> Sequence[Any]:
-    """Returns the first ``count`` rows that are short enough; shuffled ones have the answer of the next row."""
+def read_pool(count: int, tokenizer: Any) -> Sequence[Any]:
+    """Returns the first ``count`` rows that are short enough."""
     from finetune.data.records import Conversation, Message
     from finetune.data_selection.pool import pool_of
 
@@ -52,16 +38,7 @@ def read_pool(count: int, tokenizer: Any, *, shuffled: bool = False) -> Sequence
         asked = "\n".join(part for part in (row["instruction"], row["input"]) if part)
         messages = (Message("user", asked), Message("assistant", row["output"]))
         conversations.append(Conversation(messages, str(number), DATA.name, number + 1, number=number))
-    usable = pool_of(conversations[: 10 * count], tokenizer, max_length=LONGEST).examples[:count]
-    if not shuffled:
-        return usable
-    rows = [example.conversation for example in usable]
-    answers = [row.messages[-1] for row in [*rows[1:], rows[0]]]
-    swapped = [
-        Conversation((row.messages[0], answer), row.id, row.source, row.line)
-        for row, answer in zip(rows, answers, strict=True)
-    ]
-    return pool_of(swapped, tokenizer, max_length=10 * LONGEST).examples
+    return pool_of(conversations[: 10 * count], tokenizer, max_length=LONGEST).examples[:count]
 
 
 def measure(scorer: Any, rater: Any, pool: Sequence[Any]) -> list[Any]:
@@ -131,33 +108,16 @@ def speed_claims(rater: Any, pool: Sequence[Any], order: str, goal: str) -> list
     ]
 
 
-def meaning_claims(rater: Any, count: int, names: Sequence[str]) -> list[Claim]:
-    """Returns AUROC of mismatched against intact pairs, by scorer; the loss is what training sees."""
+def memory_claim(rater: Any, pool: Sequence[Any]) -> Claim:
+    """Returns the most positions that reach the output head at a time, whatever the batch."""
     from finetune.data_selection import build_scorer
 
-    pools = [read_pool(count, rater.tokenizer, shuffled=shuffled) for shuffled in (True, False)]
-    measured: dict[str, list[Any]] = {}
-    claims = []
-    for name in names:
-        scorer = build_scorer(MEANING[name])
-        known = json.dumps(scorer.fingerprint(), sort_keys=True)
-        if known not in measured:
-            measured[known] = []
-            for pool in pools:
-                scorer.begin(rater, pool)
-                measured[known].append(measure(scorer, rater, pool))
-        found = [scores(scorer, pool, rows) for pool, rows in zip(pools, measured[known], strict=True)]
-        # What is kept at the high end is better the higher it is: there a mismatched pair should be the lower one.
-        worse, better = found if name not in HIGHER_IS_BETTER else found[::-1]
-        goal = ">= 0.9" if name.startswith("ifd") else ""
-        claims.append(Claim(f"{name}/auroc_mismatched_over_intact", auroc(worse, better), "share", goal))
-    return claims
-
-
-def auroc(higher: Sequence[float], lower: Sequence[float]) -> float:
-    """Returns the probability that one of ``higher`` is above one of ``lower``; equal ones count half."""
-    wins = [(one > other) + (one == other) / 2 for one, other in itertools.product(higher, lower)]
-    return sum(wins) / len(wins)
+    positions: list[int] = []
+    head = rater.model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda module, given: positions.append(given[0][..., 0].numel()))
+    measure(build_scorer({"name": "ifd"}), rater, pool)
+    hook.remove()
+    return Claim("ifd/most_positions_with_logits", max(positions), "positions", "<= 256")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -171,11 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not DATA.is_file():
         sys.exit(f"error: there is no {DATA}")
     rater = Rater(load_model(MODEL, dtype="float32"), load_tokenizer(MODEL), MODEL)
-    positions: list[int] = []
-    rater.model.lm_head.register_forward_pre_hook(lambda module, given: positions.append(given[0][..., 0].numel()))
-    claims = meaning_claims(rater, 4 if given.quick else 200, list(MEANING))
-    claims.append(Claim("ifd/most_positions_with_logits", max(positions), "positions", "<= 256"))
     pool = read_pool(2 if given.quick else 200, rater.tokenizer)
+    claims = [memory_claim(rater, pool[:40])]
     claims += speed_claims(rater, pool, "example_first", ">= 3")
     claims += speed_claims(rater, pool[:OFFICIAL_ROWS], "official", "")
     report(f"data selection with {MODEL}, {torch.get_num_threads()} threads", claims, given.json)

@@ -110,6 +110,7 @@ class Measuring:
     needs_answers: ClassVar[bool] = True
     unmeasured: ClassVar[frozenset[str]] = frozenset()
     Config: ClassVar[type[ScorerConfig]] = ScorerConfig
+    _instead: ClassVar[str] = ""
 
     def __init__(self, config: ScorerConfig | None = None) -> None:
         self.config = config if config is not None else self.Config()
@@ -130,7 +131,7 @@ class Measuring:
                 f"{self.name} needs instructions and answers, and this is plain text",
                 where=plain.conversation.where,
                 got=repr(plain.conversation.text[:60]),
-                want="rows with an instruction and an answer, or a scorer that takes text: loss, perplexity, length",
+                want=f"rows with an instruction and an answer{self._instead}",
             )
 
     def begin(self, rater: Rater, pool: Sequence[Example]) -> None:
@@ -184,6 +185,7 @@ class Scorer(Measuring, ABC):
     paper: ClassVar[str] = ""
     direction: ClassVar[Direction] = "highest"
     unlisted: ClassVar[frozenset[str]] = frozenset()
+    _instead: ClassVar[str] = ", or a scorer that takes text: loss, perplexity, length"
 
     @abstractmethod
     def score_pool(self, pool: Sequence[Example], evidence: Sequence[Sequence[Evidence]]) -> list[Score]:

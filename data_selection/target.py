@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.core.errors import ConfigError
+from finetune.core.files import hash_file
+from finetune.core.shipped import resolve_data_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.data_selection.pool import Example
 
-__all__ = ["check_targets", "read_target"]
+__all__ = ["check_targets", "hash_target", "read_target"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def check_targets(paths: Sequence[str], rows: int, tokenizer: PreTrainedTokenize
         ConfigError: None is named, or there is no such file.
         DataError: Its rows cannot be read.
     """
-    missing = [path for path in paths if not Path(path).is_file()]
+    missing = [path for path in paths if not Path(resolve_data_path(path)).is_file()]
     if missing or not any(paths):
         raise ConfigError(
             f"{scorer} chooses rows for a target task, and there is none",
@@ -53,6 +55,11 @@ def check_targets(paths: Sequence[str], rows: int, tokenizer: PreTrainedTokenize
         )
     for path in paths:
         read_target(path, rows, tokenizer)
+
+
+def hash_target(path: str) -> str:
+    """Returns the hash of a file's content, which tells targets apart whatever they are called."""
+    return hash_file(Path(resolve_data_path(path)))
 
 
 def read_target(path: str, rows: int, tokenizer: PreTrainedTokenizerBase) -> Sequence[Example]:

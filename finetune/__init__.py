@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from finetune import adapters
-    from finetune.api import load, method, select, train
+    from finetune.api import load, method, reflect, select, train
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "adapters", "load", "method", "select", "train"]
+__all__ = ["__version__", "adapters", "load", "method", "reflect", "select", "train"]
 
 
 def __getattr__(name: str) -> Any:

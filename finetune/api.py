@@ -1,4 +1,4 @@
-"""The Python API: four functions, the same words as the recipe's."""
+"""The Python API: five functions, the same words as the recipe's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from finetune.training.run import RunResult
 
-__all__ = ["load", "method", "select", "train"]
+__all__ = ["load", "method", "reflect", "select", "train"]
 
 
 def method(name: str, **config: Any) -> Method:
@@ -131,6 +131,43 @@ def _base_model(
             want=str(metadata.get("base_model") or f"a model with fingerprint {recorded}"),
         )
     return model
+
+
+def reflect(
+    dataset: Dataset,
+    *,
+    model: str | Mapping[str, Any],
+    teacher: str | Mapping[str, Any] | None = None,
+    data: Mapping[str, Any] | None = None,
+    output_dir: str | Path | None = None,
+    **rules: Any,
+) -> Dataset:
+    """Returns the rows of a data set as a teacher rewrote them, where the model itself prefers that.
+
+    Args:
+        dataset: Rows of any form that training takes, each an instruction with an answer.
+        model: The student: a name, or the keys of a recipe's ``model`` section.
+        teacher: Who rewrites: a model on this machine, or the keys of a recipe's ``reflect`` section that name an
+            endpoint (``{"endpoint": ..., "model": ...}``). None is the student.
+        data: Keys of a recipe's ``data`` section besides ``train``.
+        output_dir: Where answers, scores, manifest and report are kept; an interrupted reflection is gone on with
+            there. None keeps nothing.
+        **rules: The other keys of a recipe's ``reflect`` section.
+
+    Returns:
+        One row per row that is kept: ``messages``, their ``origin`` (``original``, ``instruction``, ``response`` or
+        ``both``), the ``id`` of the row that they come from, ``ifd`` and ``r_ifd``.
+
+    Raises:
+        FinetuneError: Whatever is wrong with the keys, the rows, the teacher or the model.
+
+    Example:
+        >>> teacher = {"endpoint": "http://localhost:8000/v1", "model": "my-70b"}
+        >>> better = finetune.reflect(dataset, model="Qwen/Qwen2.5-0.5B", teacher=teacher, keep="all")
+    """
+    from finetune.selection.dataset import reflect_dataset
+
+    return reflect_dataset(dataset, model=model, teacher=teacher, data=data, output_dir=output_dir, **rules)
 
 
 def select(

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Sequence
 
 from finetune.data_selection.pool import Example
 
-__all__ = ["DuplicateFilter", "exact_clusters", "near_clusters", "normalized_text", "shingles"]
+__all__ = ["DuplicateFilter", "bands", "exact_clusters", "near_clusters", "normalized_text", "shingles"]
 
 _WORDS, _PERMUTATIONS = 5, 128
+_FOUND = 0.9
+"""Share of the pairs with just the threshold's likeness that are looked at."""
 
 
 def normalized_text(example: Example) -> str:
@@ -65,12 +67,25 @@ def _candidates(sets: Sequence[frozenset[str]], threshold: float) -> Iterator[tu
     """Yields the pairs of positions whose MinHashes share a band."""
     from datasketch import MinHash, MinHashLSH
 
-    index = MinHashLSH(threshold=threshold, num_perm=_PERMUTATIONS)
+    index = MinHashLSH(num_perm=_PERMUTATIONS, params=bands(threshold))
     for position, found in enumerate(sets):
         sketch = MinHash(num_perm=_PERMUTATIONS)
         sketch.update_batch([shingle.encode() for shingle in sorted(found)])
         yield from ((int(other), position) for other in sorted(index.query(sketch)))
         index.insert(position, sketch)
+
+
+def bands(threshold: float) -> tuple[int, int]:
+    """Returns how many bands the 128 MinHashes are cut into, and the MinHashes of each.
+
+    Two texts with a share s of common shingles have one of b bands of r MinHashes in common with probability
+    ``1 - (1 - s^r)^b``. Every pair is verified, so bands are as long as lets nine in ten through at the threshold.
+    """
+    for length in range(_PERMUTATIONS // 2, 1, -1):
+        count = _PERMUTATIONS // length
+        if 1 - (1 - threshold**length) ** count >= _FOUND:
+            return count, length
+    return _PERMUTATIONS, 1
 
 
 class DuplicateFilter:

@@ -130,9 +130,7 @@ def choose(
             quotas[one.source] -= 1
     if not chosen:
         reasons = sorted(set(left_out.values()))
-        raise DataError(
-            "no row is kept", where="select", got="; ".join(reasons) or "no row has a score", fix="wider limits"
-        )
+        raise DataError("no row is kept", where="select", got="; ".join(reasons), fix="wider limits")
     return chosen, left_out
 
 

@@ -38,20 +38,9 @@ def read_prompts(file: str | None, count: int, scale: int) -> list[str]:
     """Returns the first ``count`` rating prompts of a text file with one per line; None is our own set.
 
     Raises:
-        ConfigError: There are fewer.
+        ConfigError: There are fewer, or the file cannot be read.
     """
-    if file is None:
-        prompts: Sequence[str] = RATING_PROMPTS
-    elif not Path(file).is_file():
-        siblings = [sibling.name for sibling in Path(file).parent.glob("*")]
-        raise ConfigError(
-            "the file with rating prompts does not exist",
-            where="select.scorer.rating_prompts",
-            got=file,
-            near=nearest(Path(file).name, siblings),
-        )
-    else:
-        prompts = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+    prompts = RATING_PROMPTS if file is None else _prompts_in(Path(file))
     if len(prompts) < count:
         raise ConfigError(
             "there are fewer rating prompts than asked for",
@@ -61,6 +50,26 @@ def read_prompts(file: str | None, count: int, scale: int) -> list[str]:
             fix=f"select.scorer.num_prompts={len(prompts)}, or a longer file in select.scorer.rating_prompts",
         )
     return [prompt.replace("{scale}", str(scale)) for prompt in prompts[:count]]
+
+
+def _prompts_in(file: Path) -> Sequence[str]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "the file with rating prompts does not exist",
+            where="select.scorer.rating_prompts",
+            got=str(file),
+            near=nearest(file.name, [sibling.name for sibling in file.parent.glob("*")]),
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "the file with rating prompts cannot be read",
+            where="select.scorer.rating_prompts",
+            got=f"{file}: {error}",
+            want="text in UTF-8, one prompt per line",
+        ) from error
+    return [line.strip() for line in lines if line.strip()]
 
 
 def prompt_hash(prompts: Sequence[str]) -> str:

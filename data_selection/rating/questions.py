@@ -68,7 +68,11 @@ class Questions:
         self._special = not form.chat
         pairs = [pair for probe in probes for pair in self._exchanges(probe)]
         contexts = [form.text(prompt, pair, tokenizer) for pair in pairs for prompt in prompts]
-        self._ratings = resolve_rating_tokens(tokenizer, contexts, scale, variants=variants, special=self._special)
+        # The last that is read before a rating: the assistant's words where it has said some, else the cue.
+        key = "select.scorer.assistant_prefix" if form.chat else "select.scorer.cue"
+        self._ratings = resolve_rating_tokens(
+            tokenizer, contexts, scale, variants=variants, special=self._special, key=key
+        )
 
     @property
     def rating_ids(self) -> list[int]:

@@ -36,7 +36,13 @@ class RatingTokens:
 
 
 def resolve_rating_tokens(
-    tokenizer: PreTrainedTokenizerBase, contexts: Sequence[str], scale: int, *, variants: Variants, special: bool
+    tokenizer: PreTrainedTokenizerBase,
+    contexts: Sequence[str],
+    scale: int,
+    *,
+    variants: Variants,
+    special: bool,
+    key: str,
 ) -> RatingTokens:
     """Returns the tokens that spell the ratings after ``contexts``.
 
@@ -46,6 +52,7 @@ def resolve_rating_tokens(
         scale: The highest rating, one digit.
         variants: Which spellings count.
         special: Whether the tokenizer adds its special tokens to such texts.
+        key: The key of the recipe that says how such texts end.
 
     Raises:
         ConfigError: A rating is not one token of its own after each of them, as where a tokenizer merges digits with
@@ -67,10 +74,10 @@ def resolve_rating_tokens(
             return RatingTokens(own, without_space)
     raise ConfigError(
         "the tokenizer does not spell every rating as one token of its own",
-        where="select.scorer",
+        where=key,
         got=_pieces(tokenizer, contexts[0], ratings, special),
-        want=f"one token for each of {', '.join(ratings)} after the cue",
-        fix="another select.scorer.cue, such as one that ends in a newline, or another model",
+        want=f"one token for each of {', '.join(ratings)} after the text",
+        fix=f"another end of {key}, such as a newline, or another model",
     )
 
 

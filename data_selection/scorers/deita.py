@@ -82,7 +82,14 @@ class Deita(RowScorer):
         )[number]
         rater = load(name)
         contexts = [text for example in pool[:3] for text in self._texts(prompt, example)]
-        tokens = resolve_rating_tokens(rater.tokenizer, contexts, self.config.scale, variants="strict", special=True)
+        tokens = resolve_rating_tokens(
+            rater.tokenizer,
+            contexts,
+            self.config.scale,
+            variants="strict",
+            special=True,
+            key=f"select.scorer.{what}_prompt",
+        )
         return lambda batch: self._ask(rater, tokens, what, prompt, batch)
 
     def _ask(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
@@ -127,9 +126,9 @@ class Less(RowScorer):
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns the config, with the targets' content in place of their names."""
-        from finetune.core.files import hash_file
+        from finetune.data_selection.target import hash_target
 
-        return {**super().fingerprint(), "target": [hash_file(Path(path)) for path in self.config.target]}
+        return {**super().fingerprint(), "target": [hash_target(path) for path in self.config.target]}
 
 
 def _influence(

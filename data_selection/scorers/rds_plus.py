@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
@@ -94,6 +93,6 @@ class RdsPlus(Scorer):
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns the config, with the target's content in place of its name."""
-        from finetune.core.files import hash_file
+        from finetune.data_selection.target import hash_target
 
-        return {**super().fingerprint(), "target": hash_file(Path(self.config.target))}
+        return {**super().fingerprint(), "target": hash_target(self.config.target)}

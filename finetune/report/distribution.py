@@ -1,4 +1,4 @@
-"""The picture of a selection: how scores and lengths of the rows that are kept lie among those of all."""
+"""The picture of a selection: how scores and lengths of some rows lie beside those of others."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ _SIZE = (9.6, 3.2)  # inches
 
 @dataclass(frozen=True)
 class Histogram:
-    """One quantity of all rows, and of those that are kept.
+    """One quantity of two sets of rows.
 
     Attributes:
         label: What it is, with its unit.
-        pool: Values of all rows.
-        kept: Values of the rows that are kept.
+        behind: Values of one set; of a selection all rows.
+        before: Values of the other, drawn before them; of a selection the rows that are kept.
+        names: What the two sets are called.
     """
 
     label: str
-    pool: Sequence[float]
-    kept: Sequence[float]
+    behind: Sequence[float]
+    before: Sequence[float]
+    names: tuple[str, str] = ("all", "kept")
 
 
 def write_distribution(path: Path, histograms: Sequence[Histogram], *, title: str) -> None:
@@ -51,9 +53,10 @@ def write_distribution(path: Path, histograms: Sequence[Histogram], *, title: st
 def _draw(axes: Axes, histogram: Histogram) -> None:
     import numpy as np
 
-    edges = np.histogram_bin_edges(histogram.pool, bins=_BINS).tolist()
-    axes.hist(histogram.pool, bins=edges, color=INK, alpha=0.35, label=f"all {len(histogram.pool):,}")
-    axes.hist(histogram.kept, bins=edges, color=LINE, alpha=0.85, label=f"kept {len(histogram.kept):,}")
+    edges = np.histogram_bin_edges([*histogram.behind, *histogram.before], bins=_BINS).tolist()
+    sets = zip((histogram.behind, histogram.before), histogram.names, ((INK, 0.35), (LINE, 0.6)), strict=True)
+    for values, name, (color, alpha) in sets:
+        axes.hist(values, bins=edges, color=color, alpha=alpha, label=f"{name} {len(values):,}")
     axes.set_xlabel(histogram.label)
     axes.set_ylabel("rows")
     axes.margins(x=0.01)

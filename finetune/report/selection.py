@@ -9,6 +9,7 @@ from typing import Any
 
 from finetune.core.files import write_text
 from finetune.report.figures import count_in_words, seconds_in_words, share_in_words
+from finetune.report.panels import counted_reasons, created_in_words, fact_groups
 from finetune.report.record import command_of, lookup
 from finetune.report.rendering import embedded_picture, render_page
 
@@ -61,13 +62,13 @@ def write_selection_page(
         "selection.html.jinja",
         name=path.parent.absolute().name,
         command=command_of(manifest),
-        created=str(manifest["created"]).replace("T", " ").replace("+00:00", " UTC"),
+        created=created_in_words(manifest),
         tiles=_tiles(manifest),
         warnings=manifest["warnings"],
         tables=[("Highest scores", highest), ("Lowest scores", lowest)],
         pictures=[embedded_picture(file) for file in pictures],
-        left_out=_left_out(manifest["counts"]),
-        facts=_facts(manifest),
+        left_out=counted_reasons(*(manifest["counts"][part] for part in ("dropped", "unscored", "left_out"))),
+        facts=fact_groups(_facts(manifest)),
         config=config,
         commands=commands,
     )
@@ -90,15 +91,10 @@ def _tiles(manifest: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _left_out(counts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = [(reason, count) for part in ("dropped", "unscored", "left_out") for reason, count in counts[part].items()]
-    return [(reason, f"{count:,}") for reason, count in sorted(rows, key=lambda row: -row[1])]
-
-
-def _facts(manifest: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
+def _facts(manifest: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     models = {name: f"fingerprint {fingerprint}" for name, fingerprint in manifest["models"].items()}
     correlation = manifest["length_correlation"]
-    groups: dict[str, Mapping[str, Any]] = {
+    return {
         "Scorer": manifest["scorer"],
         "Kept": manifest["limits"],
         "Models": models,
@@ -108,7 +104,3 @@ def _facts(manifest: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]
             "score and answer length": None if correlation is None else f"rank correlation {correlation:.2f}",
         },
     }
-    found = [
-        (title, [(key, str(v)) for key, v in facts.items() if v not in (None, "")]) for title, facts in groups.items()
-    ]
-    return [(title, facts) for title, facts in found if facts]

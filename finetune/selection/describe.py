@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 from collections import Counter
@@ -36,7 +37,7 @@ def describe_plan(plan: SelectionPlan, work: Work, *, processes: int) -> str:
         done = len(work.done) * 100 // max(1, len(work.models) * len(work.batches))
         before = f", {done} % of it done before" if work.done else ""
         together = f" in {processes} processes" if processes > 1 else ""
-        lines.append(f"model    {', then '.join(work.models)}")
+        lines.append(f"model    {', then '.join(_in_turn(work.models))}")
         lines.append(f"plan     {work.rows_left():,} rows in {len(work.left):,} batches{together}{before}")
     return "\n".join(lines)
 
@@ -74,6 +75,12 @@ def next_command(folder: SelectionFolder, manifest: Mapping[str, Any]) -> str:
     train = f"data.train={subsets[0]}" if len(subsets) == 1 else f"data.train={json.dumps(subsets)}"
     words = ["finetune", "train", str(folder.recipe), train, f"output_dir={folder.path}-tuned"]
     return " ".join(map(shlex.quote, words))
+
+
+def _in_turn(models: Sequence[str]) -> list[str]:
+    """Returns the models in order, each once with how often it measures in a row."""
+    turns = [(name, len(list(same))) for name, same in itertools.groupby(models)]
+    return [name if count == 1 else f"{name}, {count} times" for name, count in turns]
 
 
 def _limits(plan: SelectionPlan) -> str:

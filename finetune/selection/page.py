@@ -12,9 +12,10 @@ from finetune.selection.describe import next_command
 from finetune.selection.folder import SelectionFolder
 from finetune.selection.result import Selection
 
-__all__ = ["write_page"]
+__all__ = ["SHOWN", "shortened", "write_page"]
 
-_SHOWN = 10
+SHOWN = 10
+"""Rows that a page shows of a kind."""
 _LONGEST_TEXT = 600
 
 
@@ -32,8 +33,8 @@ def write_page(selection: Selection, folder: SelectionFolder, manifest: Mapping[
     write_selection_page(
         folder.report,
         manifest,
-        highest=[_shown(selection, position) for position in ranked[: -_SHOWN - 1 : -1]],
-        lowest=[_shown(selection, position) for position in ranked[:_SHOWN]],
+        highest=[_shown(selection, position) for position in ranked[: -SHOWN - 1 : -1]],
+        lowest=[_shown(selection, position) for position in ranked[:SHOWN]],
         pictures=[picture],
         config=folder.recipe.read_text(encoding="utf-8"),
         commands=[
@@ -49,12 +50,13 @@ def _shown(selection: Selection, position: int) -> ShownRow:
     return ShownRow(
         score=f"{selection.scores[position].value:.4g}",
         where=row.where,
-        prompt=_shortened("\n".join(message.content for message in before)),
-        answer=_shortened(answer),
+        prompt=shortened("\n".join(message.content for message in before)),
+        answer=shortened(answer),
         kept=position not in selection.left_out,
         reason=selection.left_out.get(position, ""),
     )
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
+    """Returns the beginning of a long text."""
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} …"

@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import DataError
-from finetune.core.files import hash_file, replaced_file, write_json, write_text
-from finetune.data.records import Message
+from finetune.core.files import hash_file, write_json
 from finetune.data_selection.base import Evidence, Measuring, RowScorer, Unscored
 from finetune.data_selection.chat.config import ChatConfig
 from finetune.data_selection.engine.failures import FAILURES
 from finetune.data_selection.engine.processes import Processes
 from finetune.data_selection.pool import Example, Pool, pool_of
-from finetune.data_selection.reflection.choice import ORIGINS, Origin, VersionScores, excluded, preferred
+from finetune.data_selection.reflection.choice import ORIGINS, Origin, VersionScores
 from finetune.data_selection.reflection.teacher import Reflections, versions
 from finetune.data_selection.scorers.ifd import Ifd, IfdConfig
 from finetune.data_selection.scorers.r_ifd import ReversedIfd
 from finetune.environment import toolkit_version
 from finetune.report.say import say
-from finetune.selection.describe import describe_bill
+from finetune.selection.describe import describe_bill, next_command
 from finetune.selection.folder import SelectionFolder
 from finetune.selection.passes import identity, plan_pass, signals_interrupt
 from finetune.selection.plan import read_rows
 from finetune.selection.progress import ScoringProgress
+from finetune.selection.reasons import reasons_in_words, what_helps
+from finetune.selection.reflected import RESULT, ReflectedRow, reflected_row, write_reflected
+from finetune.selection.reflection_page import write_page
+from finetune.selection.result import write_dropped
 from finetune.selection.run import FAILED, INTERRUPTED, SelectionResult, has_failed
 
 if TYPE_CHECKING:
@@ -40,8 +44,6 @@ if TYPE_CHECKING:
     from finetune.config.schema import Recipe
 
 __all__ = ["reflect"]
-
-_RESULT = "reflected.jsonl"
 
 
 def reflect(
@@ -96,6 +98,7 @@ class _Run:
     tokenizer: PreTrainedTokenizerBase
     console: Console | None
     asked_now: int = field(default=0, init=False)
+    seconds: float = field(default=0.0, init=False)
 
     @cached_property
     def teacher(self) -> Reflections:
@@ -134,6 +137,7 @@ class _Run:
         with progress:
             one.measure(self.recipe, self.folder, self.processes, progress)
         self.asked_now += progress.done
+        self.seconds += progress.seconds
         self.processes.wait()
         return one.collect()
 
@@ -159,67 +163,32 @@ class _Run:
         reflections: Sequence[Sequence[Evidence] | Unscored],
         scores: Mapping[int, Mapping[Origin, VersionScores]],
     ) -> SelectionResult:
-        rows = [self._row(place, row, scores.get(place, {})) for place, row in enumerate(reflections)]
-        kept = [row for row in rows if not row["left_out"]]
-        if not kept:
-            reasons = Counter(row["left_out"] for row in rows)
-            got = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-            raise DataError("no version is kept", where="reflect", got=got, fix="reflect.keep=all, or another teacher")
-        self._write_rows(rows)
-        manifest = self._manifest(rows, reflections)
+        keep = self.recipe.reflect.keep
+        rows = [
+            reflected_row(example.conversation, found, scores.get(place, {}), keep=keep)
+            for place, (example, found) in enumerate(zip(self.pool.examples, reflections, strict=True))
+        ]
+        if all(row.left_out for row in rows):
+            reasons = [(row.left_out, row.detail) for row in rows]
+            fix = what_helps(reasons, "another teacher" if keep == "all" else "reflect.keep=all, or another teacher")
+            raise DataError("no version is kept", where="reflect", got=reasons_in_words(reasons), fix=fix)
+        files = [*write_reflected(rows, self.folder), write_dropped(self.pool, self.folder)]
+        manifest = self._manifest(rows, reflections, files)
         write_json(self.folder.manifest, manifest)
+        write_page(rows, self.folder, manifest)
         self._say_end(manifest)
         failed = sum(isinstance(row, Unscored) and row.reason in FAILURES for row in reflections)
         return SelectionResult(self.folder.path, "completed", FAILED if has_failed(failed, len(rows)) else 0, manifest)
 
-    def _row(
-        self, place: int, row: Sequence[Evidence] | Unscored, scores: Mapping[Origin, VersionScores]
-    ) -> dict[str, Any]:
-        """Returns what the table says of a row, and the messages of its preferred version."""
-        conversation = self.pool.examples[place].conversation
-        found: dict[str, Any] = {
-            "row": conversation.number,
-            "id": conversation.id,
-            "source": conversation.source,
-            "line": conversation.line,
-            "origin": None,
-            "left_out": "",
-            "detail": "",
-            "messages": (),
-        }
-        for origin in ORIGINS:
-            one = scores.get(origin)
-            found |= {f"ifd_{origin}": one and one.ifd, f"r_ifd_{origin}": one and one.r_ifd}
-        if isinstance(row, Unscored):
-            return {**found, "left_out": row.reason, "detail": row.detail}
-        found |= {f"status_{origin}": row[0]["status"].get(origin, "") for origin in ORIGINS[1:]}
-        if "original" not in scores:
-            return {**found, "left_out": "the original has no score"}
-        origin = preferred(scores)
-        reason = excluded(origin, scores[origin], keep=self.recipe.reflect.keep)
-        return {**found, "origin": origin, "left_out": reason, "messages": versions(conversation, row[0])[origin]}
-
-    def _write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
-        lines = [json.dumps(_line(row), ensure_ascii=False) + "\n" for row in rows if not row["left_out"]]
-        self.folder.selected.mkdir(parents=True, exist_ok=True)
-        write_text(self.folder.selected / _RESULT, "".join(lines))
-        names = dict.fromkeys(name for row in rows for name in row if name != "messages")
-        table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
-        with replaced_file(self.folder.scores) as beside:
-            pyarrow.parquet.write_table(table, beside)
-
     def _manifest(
-        self, rows: Sequence[Mapping[str, Any]], reflections: Sequence[Sequence[Evidence] | Unscored]
+        self,
+        rows: Sequence[ReflectedRow],
+        reflections: Sequence[Sequence[Evidence] | Unscored],
+        files: Sequence[Path],
     ) -> dict[str, Any]:
-        status: dict[str, Counter[str]] = {origin: Counter() for origin in ORIGINS[1:]}
-        for row in rows:
-            for origin, counts in status.items():
-                counts.update([row[f"status_{origin}"]] if row.get(f"status_{origin}") else [])
-        files = [self.folder.selected / _RESULT, self.folder.scores]
         return {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "argv": sys.argv,
             "finetune": toolkit_version(),
             "teacher": self.teacher.fingerprint(),
             "student": self.recipe.model.name_or_path,
@@ -229,11 +198,15 @@ class _Run:
             "counts": {
                 "read": len(rows) + len(self.pool.dropped),
                 "dropped": dict(Counter(row.reason for row in self.pool.dropped)),
-                "left_out": dict(Counter(row["left_out"] for row in rows if row["left_out"])),
-                "kept": dict(Counter(row["origin"] for row in rows if not row["left_out"])),
-                "reflections": {origin: dict(counts) for origin, counts in status.items()},
+                "left_out": dict(Counter(row.left_out for row in rows if row.left_out)),
+                "kept": dict(Counter(row.origin for row in rows if not row.left_out)),
+                "reflections": {
+                    origin: dict(Counter(row.status[origin] for row in rows if origin in row.status))
+                    for origin in ORIGINS[1:]
+                },
             },
             "measured_now": self.asked_now,
+            "seconds": round(self.seconds, 3),
             "spent": self.teacher.spent(reflections),
             "files": {file.relative_to(self.folder.path).as_posix(): hash_file(file) for file in files},
         }
@@ -243,13 +216,9 @@ class _Run:
         for name in ("kept", "left_out"):
             parts = ", ".join(f"{count:,} {what}" for what, count in counts[name].items())
             say(self.console, f"{name.replace('_', ' '):<9}{parts or 'nothing'}")
-        result = self.folder.selected / _RESULT
         say(self.console, describe_bill(manifest["spent"]))
-        say(self.console, f"saved    {result}  {self.folder.scores}")
-        say(
-            self.console,
-            f"next     finetune train {self.folder.recipe} data.train={result} output_dir={self.folder.path}-tuned",
-        )
+        say(self.console, f"saved    {self.folder.selected / RESULT}  {self.folder.scores}  {self.folder.report}")
+        say(self.console, f"next     {next_command(self.folder, manifest)}")
 
 
 def _scores(
@@ -263,11 +232,3 @@ def _scores(
             extra = example.conversation.extra
             scores.setdefault(extra["row"], {})[extra["origin"]] = VersionScores(*values)
     return scores
-
-
-def _line(row: Mapping[str, Any]) -> dict[str, Any]:
-    messages: Sequence[Message] = row["messages"]
-    said = [{"role": message.role, "content": message.content} for message in messages]
-    about = {name: row[name] for name in ("origin", "id", "source", "line")}
-    scores = {name: row[f"{name}_{row['origin']}"] for name in ("ifd", "r_ifd")}
-    return {"messages": said, **about, **scores}

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.core.errors import DataError
 from finetune.core.files import hash_file, replaced_file, replaced_folder, write_json, write_text
 from finetune.data.subset import subset_name, write_subset
 from finetune.data_selection.base import Evidence, Score, Unscored
@@ -29,15 +30,16 @@ from finetune.data_selection.engine.embeddings import unpacked
 from finetune.environment import toolkit_version
 from finetune.selection.folder import SelectionFolder
 from finetune.selection.plan import SelectionPlan
+from finetune.selection.reasons import reasons_in_words, what_helps
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from finetune.data.records import DataSource
-    from finetune.data_selection.pool import Example
+    from finetune.data_selection.pool import Example, Pool
 
-__all__ = ["Selection", "select_rows", "subset_names", "write_selection"]
+__all__ = ["Selection", "select_rows", "subset_names", "write_dropped", "write_selection"]
 
 _PACKAGES = ("torch", "transformers", "datasets", "tokenizers")
 
@@ -93,11 +95,19 @@ def select_rows(
         vectors: What :class:`Embeddings` measured; for rules that compare rows.
 
     Raises:
-        DataError: No row is kept.
+        DataError: No row has a score, or none is kept.
     """
     examples = plan.pool.examples
     places = [place for place, row in enumerate(measured) if not isinstance(row, Unscored)]
     evidence = [row for row in measured if not isinstance(row, Unscored)]
+    if not evidence:
+        reasons = [(row.reason, row.detail) for row in measured if isinstance(row, Unscored)]
+        raise DataError(
+            "no row has a score",
+            where="select.scorer",
+            got=reasons_in_words(reasons),
+            fix=what_helps(reasons, "another scorer or model"),
+        )
     found = plan.scorer.score_pool([examples[place] for place in places], evidence)
     scores = dict(zip(places, found, strict=True))
     candidates = [
@@ -156,16 +166,22 @@ def write_selection(selection: Selection, folder: SelectionFolder, *, about: Map
         about: What the manifest says of the run besides: models, seconds, warnings.
     """
     _write_scores(selection, folder.scores)
-    dropped = [vars(row) for row in selection.plan.pool.dropped]
-    write_text(folder.dropped, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in dropped))
+    dropped = write_dropped(selection.plan.pool, folder)
     files = _write_subsets(selection, folder.selected)
     manifest = {**_manifest(selection), **about}
-    written = [folder.scores, folder.dropped, *files]
+    written = [folder.scores, dropped, *files]
     manifest["files"] = {
         file.relative_to(folder.path).as_posix(): hash_file(file) if file.is_file() else None for file in written
     }
     write_json(folder.manifest, manifest)
     return manifest
+
+
+def write_dropped(pool: Pool, folder: SelectionFolder) -> Path:
+    """Writes the rows that could not be used, with the reason of each, and returns the file."""
+    lines = [json.dumps(vars(row), ensure_ascii=False) + "\n" for row in pool.dropped]
+    write_text(folder.dropped, "".join(lines))
+    return folder.dropped
 
 
 def _write_scores(selection: Selection, path: Path) -> None:

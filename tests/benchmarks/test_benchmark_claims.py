@@ -36,6 +36,26 @@ def test_claims_are_written_with_the_environment(claims: Any, tmp_path: Path) ->
     ]
 
 
+def test_every_scorer_is_asked_about_mismatched_pairs(claims: Any) -> None:
+    from finetune.data_selection import discover
+
+    meaning = importlib.import_module("selection_meaning")
+    assert {spec["name"] for spec in meaning.SCORERS.values()} == set(discover())
+
+
+@pytest.mark.parametrize(("name", "auroc"), [("ifd_ppl", 0.875), ("judge", 0.125)])
+def test_a_mismatched_pair_looks_worse_at_the_end_that_the_scorer_measures_loss_by(
+    claims: Any, name: str, auroc: float
+) -> None:
+    meaning = importlib.import_module("selection_meaning")
+    # Of the four pairs of rows three are higher and one is equal.
+    found = meaning.claims_of(name, [1.0, 2.0, None], [2.0, 3.0])
+    assert [(claim.name.split("/")[1], claim.value) for claim in found] == [
+        ("auroc_mismatched_looks_worse", auroc),
+        ("rows_with_a_score", 4),
+    ]
+
+
 def test_sst2_scores_the_last_position_and_learns(
     claims: Any, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from finetune.data_selection.base import Score
 from finetune.data_selection.choice.duplicates import (
     DuplicateFilter,
+    bands,
     exact_clusters,
     near_clusters,
     normalized_text,
@@ -73,6 +74,33 @@ def test_planted_copies_are_found_whatever_the_order_and_nothing_else() -> None:
     shuffled = near_clusters([texts[place] for place in order], 0.8)
     groups = {frozenset(order[i] for i, name in enumerate(shuffled) if name == cluster) for cluster in shuffled}
     assert groups == {frozenset(i for i, name in enumerate(found) if name == cluster) for cluster in found}
+
+
+@pytest.mark.parametrize(
+    ("threshold", "words", "expected"), [(0.8, 13, (16, 8, 0.947)), (0.6, 8, (32, 4, 0.988)), (0.5, 7, (42, 3, 0.996))]
+)
+def test_pairs_at_the_threshold_are_found_as_often_as_the_formula_says(
+    threshold: float, words: int, expected: tuple[int, int, float]
+) -> None:
+    count, length = bands(threshold)
+    share = 1 - (1 - threshold**length) ** count
+    assert (count, length, round(share, 3)) == expected
+    # Texts of m shingles that differ in their last word have (m - 1) / (m + 1) of them in common.
+    pairs, texts = 600, []
+    for number in range(pairs):
+        text = [f"{number}-{place}" for place in range(words)]
+        texts += [" ".join(text), " ".join([*text[:-1], "changed"])]
+    assert jaccard(*texts[:2]) == pytest.approx(threshold)
+    clusters = near_clusters(texts, threshold)
+    found = sum(clusters[2 * number + 1] == 2 * number for number in range(pairs)) / pairs
+    assert found == pytest.approx(share, abs=3 * (share * (1 - share) / pairs) ** 0.5)
+    assert all(cluster in (place, place - place % 2) for place, cluster in enumerate(clusters))
+
+
+@pytest.mark.parametrize("threshold", [0.01, 0.3, 0.95, 1.0])
+def test_any_threshold_has_bands(threshold: float) -> None:
+    text = " ".join(f"word{place}" for place in range(30))
+    assert near_clusters([text, text, "something else altogether, which is not alike"], threshold) == [0, 0, 2]
 
 
 @pytest.mark.skipif(not ALPACA.is_file(), reason="needs ../shared/data")

@@ -133,6 +133,14 @@ def test_without_a_target_there_is_nothing_to_help_with(target: list[str]) -> No
     assert caught.value.where == "select.scorer.target"
 
 
+def test_a_target_may_be_a_file_that_is_shipped() -> None:
+    shipped = "shipped:cofitune/general.jsonl"
+    for spec in ({"name": "less", "target": [shipped]}, {"name": "rds_plus", "target": shipped}):
+        scorer = build_scorer(spec)
+        scorer.check(examples(tiny_tokenizer()), tiny_tokenizer())
+        assert scorer.fingerprint()["target"]
+
+
 def test_the_fingerprint_is_that_of_the_targets_content(target: list[str], tmp_path: Path) -> None:
     copy = tmp_path / "moved.jsonl"
     copy.write_bytes(Path(target[0]).read_bytes())

@@ -14,7 +14,7 @@ from finetune.data_selection import Scorer, build_scorer
 from finetune.data_selection.base import Measured, Unscored
 from finetune.data_selection.engine.failures import UnscorableError
 from finetune.data_selection.engine.rater import Rater
-from finetune.data_selection.engine.targets import labelled_pair, spoken_pair
+from finetune.data_selection.engine.targets import labelled_pair, measure_pairs, spoken_pair
 from finetune.data_selection.pool import Example, pool_of
 from finetune.data_selection.scorers.r_ifd import GUESS
 from support.pools import PAIRS, examples
@@ -138,6 +138,58 @@ class TestIfd:
             build_scorer({"name": "ifd"}).check(pool, tokenizer)
         assert caught.value.where == "wiki.jsonl:4"
         build_scorer({"name": "loss"}).check(pool, tokenizer)
+
+
+def table_model(next_of: torch.Tensor) -> torch.nn.Module:
+    """A model whose next token depends on the last one alone, with the probabilities of a table (V, V)."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = len(next_of)
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=size,
+        intermediate_size=4,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        rms_norm_eps=1e-12,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in (model.model.layers[0].self_attn.o_proj.weight, model.model.layers[0].mlp.down_proj.weight):
+            parameter.zero_()  # nothing is added to the embedding
+        model.model.embed_tokens.weight.copy_(torch.eye(size))
+        model.lm_head.weight.copy_(next_of.log().T / size**0.5)  # the norm makes a one the root of the size
+    return model
+
+
+class TestAgainstATable:
+    """Token 0 starts; P(1 | 0) = 0.25, P(1 | 1) = 0.5, P(1 | 2) = 0.8, and token 2 has the rest; 3 makes them even."""
+
+    @pytest.fixture
+    def rater(self, tokenizer: Any) -> Rater:
+        table = torch.tensor([[1e-9, p, 1 - p, 1e-9] for p in (0.25, 0.5, 0.8, 0.5)])
+        return Rater(table_model(table), tokenizer)  # type: ignore[arg-type]
+
+    def test_both_losses_by_hand(self, rater: Rater, tokenizer: Any) -> None:
+        (measured,) = measure_pairs(rater, [spoken_pair([0, 2], [1, 1, 2], [0], limit=None)])
+        given, alone = -math.log(0.8 * 0.5 * 0.5) / 3, -math.log(0.25 * 0.5 * 0.5) / 3
+        assert measured == pytest.approx({"loss": given, "loss_alone": alone, "scored_tokens": 3}, abs=1e-5)
+        found = build_scorer({"name": "ifd"}).score(examples(tokenizer)[0], measured)  # type: ignore[arg-type]
+        assert found.value == pytest.approx((0.25 / 0.8) ** (1 / 3), abs=1e-5)
+
+    def test_without_a_start_the_first_token_counts_on_neither_side(self, rater: Rater) -> None:
+        (measured,) = measure_pairs(rater, [spoken_pair([2], [1, 1, 2], [], limit=None)])
+        loss = -math.log(0.5 * 0.5) / 2
+        assert measured == pytest.approx({"loss": loss, "loss_alone": loss, "scored_tokens": 2}, abs=1e-5)
+
+    def test_a_long_answer_in_the_batch_does_not_weigh_on_a_short_one(self, rater: Rater) -> None:
+        short, long = spoken_pair([0, 2], [1], [0], limit=None), spoken_pair([0, 2], [1] * 40, [0], limit=None)
+        one, other = measure_pairs(rater, [short, long])
+        assert one == pytest.approx(measure_pairs(rater, [short])[0], abs=1e-6)
+        assert one["loss"] == pytest.approx(-math.log(0.8), abs=1e-5)  # type: ignore[index]
+        assert other["loss"] == pytest.approx(-(math.log(0.8) + 39 * math.log(0.5)) / 40, abs=1e-5)  # type: ignore[index]
 
 
 class TestTargets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
@@ -54,6 +55,23 @@ class TestArithmetic:
         assert [token_level(p) for p in (first, second)] == pytest.approx([2.5, 2.45])
         assert [token_level(p, "official") for p in (first, second)] == pytest.approx([0.574220, 0.578294], abs=1e-6)
 
+    def test_the_second_softmax_sees_the_tail(self) -> None:
+        for p, official in (([0.4, 0.3, 0.3, 0, 0], 0.051182), ([0.4, 0.15, 0.15, 0.15, 0.15], 0.053752)):
+            assert token_level(p) == pytest.approx(0.25)  # the first rating is the likeliest, so this is U
+            assert token_level(p, "official") == pytest.approx(official, abs=1e-6)
+
+    def test_the_number_of_prompts_is_not_the_scale(self) -> None:
+        """The published code has one k for both: with three prompts it reads three ratings, and divides by two."""
+
+        def published(p: list[float], k: int) -> float:
+            q = torch.softmax(torch.tensor(p, dtype=torch.float64), -1)
+            best = int(q.argmax())
+            return (best + 1) * sum(abs(float(q[i] - q[best])) for i in range(k)) / (k - 1)
+
+        p = [0.1, 0.1, 0.1, 0.1, 0.6]
+        assert published(p, 3) == pytest.approx(0.861329, abs=1e-6)
+        assert token_level(p, "official") == pytest.approx(published(p, 5)) == pytest.approx(0.574220, abs=1e-6)
+
     def test_bounds(self) -> None:
         assert token_level([0.2] * 5) == pytest.approx(0)
         assert token_level([0, 0, 0, 0, 1]) == pytest.approx(5)
@@ -70,10 +88,13 @@ class TestArithmetic:
             assert rating_shares([math.log(3 * share) for share in p]) == pytest.approx(p)
 
 
+resolve = functools.partial(resolve_rating_tokens, special=True, key="select.scorer.cue")
+
+
 class TestRatingTokens:
     def test_each_rating_is_the_token_that_it_adds(self) -> None:
         tokenizer = tiny_tokenizer()
-        found = resolve_rating_tokens(tokenizer, ["a: \n", "b\n"], 5, variants="strict", special=True)
+        found = resolve(tokenizer, ["a: \n", "b\n"], 5, variants="strict")
         assert [tokenizer.decode(ids) for ids in found.ids] == ["1", "2", "3", "4", "5"]
         assert not found.without_space
 
@@ -86,7 +107,7 @@ class TestRatingTokens:
 
     def test_space_that_merges_with_the_rating_belongs_to_it(self) -> None:
         tokenizer = self.merging(*((" ", digit) for digit in "12345"))
-        found = resolve_rating_tokens(tokenizer, ["the answer: ", "b: "], 5, variants="strict", special=True)
+        found = resolve(tokenizer, ["the answer: ", "b: "], 5, variants="strict")
         assert found.without_space
         assert found.context("the answer: ") == "the answer:"
         assert [tokenizer.convert_ids_to_tokens(list(ids)) for ids in found.ids] == [[f" {d}"] for d in "12345"]
@@ -97,20 +118,29 @@ class TestRatingTokens:
         from finetune.models import load_tokenizer
 
         tokenizer = load_tokenizer("bundled:smollm2-135m-instruct")
-        found = resolve_rating_tokens(tokenizer, ["a: \n", "The answer is: \n"], 5, variants="strict", special=True)
+        found = resolve(tokenizer, ["a: \n", "The answer is: \n"], 5, variants="strict")
         assert [list(ids) for ids in found.ids] == [[33], [34], [35], [36], [37]]
         assert not found.without_space
 
     def test_digits_that_merge_with_the_cue_are_named(self) -> None:
         tokenizer = self.merging(*((":", digit) for digit in "123"))
         with pytest.raises(ConfigError) as caught:
-            resolve_rating_tokens(tokenizer, ["a:", "b:"], 3, variants="strict", special=True)
+            resolve(tokenizer, ["a:", "b:"], 3, variants="strict")
         assert "':1'" in caught.value.got
+        assert caught.value.where == "select.scorer.cue"
         assert "1, 2, 3" in caught.value.want
+
+    def test_ratings_that_are_one_token_are_refused(self) -> None:
+        vocabulary = {piece: place for place, piece in enumerate([*"abcdefghijklmnopqrstuvwxyz: ", "?"])}
+        unknown = models.BPE(vocab=vocabulary, merges=[], unk_token="?")
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(unknown), unk_token="?")
+        with pytest.raises(ConfigError, match="every rating as one token of its own") as caught:
+            resolve(tokenizer, ["a: ", "b: "], 3, variants="strict")
+        assert "'?'" in caught.value.got
 
     def test_variants_are_added_up(self) -> None:
         tokenizer = self.merging(*((" ", digit) for digit in "12345"))
-        found = resolve_rating_tokens(tokenizer, ["a:", "b:"], 5, variants="merge", special=True)
+        found = resolve(tokenizer, ["a:", "b:"], 5, variants="merge")
         assert [tokenizer.convert_ids_to_tokens(list(ids)) for ids in found.ids] == [[d, f" {d}"] for d in "12345"]
 
     def test_two_digits_are_refused(self) -> None:
@@ -137,6 +167,10 @@ class TestPrompts:
         with pytest.raises(ConfigError) as caught:
             read_prompts(str(tmp_path / "prompt.txt"), 1, 5)
         assert caught.value.near == "prompts.txt"
+        (tmp_path / "latin.txt").write_bytes(b"Rate it, 1 \xe0 5.")
+        for unreadable in (tmp_path / "latin.txt", tmp_path):
+            with pytest.raises(ConfigError, match="cannot be read"):
+                read_prompts(str(unreadable), 1, 5)
 
     def test_the_published_form(self) -> None:
         form = RatingForm("official", chat=False, cue="The answer is: \n", assistant_prefix="")
@@ -182,6 +216,11 @@ class TestScores:
         pool = examples(rater.tokenizer)
         found = scores_of(rater, pool, normalization="official")
         assert found == pytest.approx(published_loop(rater, pool), abs=1e-5)
+
+    def test_fewer_prompts_read_all_ratings(self, rater: Rater) -> None:
+        pool = examples(rater.tokenizer)
+        found = scores_of(rater, pool, normalization="official", num_prompts=3)
+        assert found == pytest.approx(published_loop(rater, pool, prompts=3), abs=1e-5)
 
     def test_one_prompt_is_the_token_level(self, rater: Rater) -> None:
         pool = examples(rater.tokenizer)

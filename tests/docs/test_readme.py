@@ -56,19 +56,24 @@ def test_the_method_in_the_docs_is_complete() -> None:
         del METHODS._entries["norms_and_head"]  # other tests list the registry
 
 
-def test_the_python_of_data_selection_runs(tmp_path: Path) -> None:
+def test_the_python_of_data_selection_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     import finetune
     from finetune.data_selection import SCORERS, build_scorer, discover
+    from support.chat_server import chat_server, completion
     from support.pools import PAIRS, examples
     from support.tiny import tiny_tokenizer
 
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     rows = datasets.Dataset.from_list([{"prompt": asked, "completion": said} for asked, said in PAIRS])
     names = {"MODEL": str(save_tiny_model(tmp_path / "model")), "DATASET": rows, "finetune": finetune}
     discover()
-    exec(blocks("docs/data-selection.md"), names)
+    with chat_server(lambda content: completion("[Better answer]\nevery day at noon")) as (url, _):
+        names["TEACHER"] = {"endpoint": url, "model": "teacher"}
+        exec(blocks("docs/data-selection.md"), names)
     try:
+        assert names["better"].column_names == ["messages", "origin", "id", "ifd", "r_ifd"]
         assert 0 < len(names["kept"]) < len(rows)
         pool = examples(tiny_tokenizer())
         assert build_scorer({"name": "shortest"}).score(pool[0]).value == -pool[0].answer_tokens

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow.parquet
 import pytest
 
+import finetune
 from finetune.config.load import load_recipe
 from finetune.core.errors import ConfigError, DataError, RefusedError
 from finetune.data.records import Message
@@ -139,6 +144,68 @@ def test_every_row_has_the_version_that_the_student_prefers_and_its_origin(works
     assert loaded.recipe.reflect.model == "teacher"
 
 
+def test_the_page_shows_originals_beside_what_is_kept(workshop: Path, tmp_path: Path) -> None:
+    rows = [{"instruction": asked, "output": said} for asked, said in PAIRS]
+    rows += [{"instruction": "Write <script>alert(1)</script>.", "output": "every day " * 200}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with chat_server(teach) as (url, _):
+        overrides = [f"data.train={tmp_path / 'rows.jsonl'}", "reflect.keep=all", "data.max_length=300"]
+        overrides += ["data.max_dropped=0.5", "reflect.answer_price=2"]
+        result = run(workshop, tmp_path / "out", url, *overrides)
+    page = (tmp_path / "out" / "report.html").read_text()
+    counts = result.manifest["counts"]
+    assert counts["dropped"] == {"longer than data.max_length": 1}
+    assert sum(counts["kept"].values()) + sum(counts["left_out"].values()) + 1 == counts["read"]
+    rewritten = [row for row in lines(tmp_path / "out") if row["origin"] != "original"]
+    assert rewritten
+    by_line = dict(enumerate(rows, 1))
+    for row in rewritten:
+        given = by_line[row["line"]]
+        before, after = (f"<strong>{text}</strong>" for text in (given["instruction"], row["messages"][0]["content"]))
+        assert page.index(before) < page.index(after) or before == after
+        for text in (given["output"], row["messages"][1]["content"], f"r-IFD {row['r_ifd']:.3g}"):
+            assert text in page
+    for reason, count in {**counts["dropped"], **counts["left_out"]}.items():
+        assert f"<tr><td>{reason}</td><td>{count}</td></tr>" in page
+    for origin, count in counts["kept"].items():
+        assert f"<tr><td>{origin}</td><td>{count}</td>" in page
+    for part in ("data:image/png;base64", f"cost {result.manifest['spent']['cost']:.4g}", "finetune train"):
+        assert part in page
+    (dropped,) = (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()
+    assert json.loads(dropped)["line"] == len(rows)
+
+
+def test_a_data_set_comes_back_with_the_rows_of_the_recipe(workshop: Path, tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list([{"instruction": asked, "output": said} for asked, said in PAIRS])
+    model = {"name_or_path": str(workshop / "model"), "dtype": "float32"}
+    with chat_server(teach) as (url, requests):
+        run(workshop, tmp_path / "recipe", url, "reflect.keep=all")
+        asked = len(requests)
+        teacher = {"endpoint": url, "model": "teacher"}
+        found = finetune.reflect(rows, model=model, teacher=teacher, keep="all", output_dir=tmp_path / "out")
+        assert len(requests) == asked  # from the cache
+    expected = [{k: row[k] for k in ("messages", "origin", "id", "ifd", "r_ifd")} for row in lines(tmp_path / "recipe")]
+    assert found.to_list() == expected
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+@pytest.mark.multi_process
+def test_two_processes_leave_the_same_files_as_one(workshop: Path, tmp_path: Path) -> None:
+    with chat_server(teach) as (url, requests):
+        options = ["reflect.keep=all", "reflect.cache=false", "select.batch_tokens=100"]
+        run(workshop, tmp_path / "one", url, *options)
+        arguments = ["reflect", str(tmp_path / "one" / "select.yaml"), f"output_dir={tmp_path / 'two'}", "--nproc", "2"]
+        command = [sys.executable, "-m", "finetune", *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert len(requests) == 2 * (3 * len(PAIRS) - 1)
+    logs = [file.name for file in (tmp_path / "two" / "log" / "teacher").iterdir()]
+    assert sorted(logs) == ["0.jsonl", "1.jsonl"]
+    for name in ("scores.parquet", "selected/reflected.jsonl"):
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+
+
 def test_goes_on_where_it_stopped_and_asks_nothing_twice(workshop: Path, tmp_path: Path) -> None:
     broken = True
 
@@ -192,6 +259,29 @@ def test_what_is_wrong_with_the_teacher_is_said_before_anything_starts(workshop:
         run(workshop, tmp_path / "out", None, "reflect.endpoint=localhost:8000", dry_run=True)
     assert caught.value.where == "reflect.endpoint"
     assert not (tmp_path / "out").exists()
+
+
+def test_plain_text_is_refused_without_talk_of_scorers(workshop: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "Paris is a city."}\n')
+    with pytest.raises(DataError, match="reflect needs instructions") as caught:
+        run(workshop, tmp_path / "out", None, f"data.train={tmp_path / 'text.jsonl'}", dry_run=True)
+    assert caught.value.want == "rows with an instruction and an answer"
+
+
+@pytest.mark.parametrize(
+    ("reply", "got", "fix"),
+    [
+        ((500, {}, b""), "7 the endpoint did not answer (HTTP 500, 1 attempts)", "--resume"),
+        ((200, {}, b"<html>"), "7 the endpoint's answer is no chat completion", "another teacher"),
+    ],
+)
+def test_a_teacher_that_is_no_use_is_told_from_one_that_is_away(
+    reply: Any, got: str, fix: str, workshop: Path, tmp_path: Path
+) -> None:
+    with chat_server(lambda content: reply) as (url, _), pytest.raises(DataError) as caught:
+        run(workshop, tmp_path / "out", url)
+    assert caught.value.got.startswith(got)
+    assert fix in caught.value.fix
 
 
 def test_a_wrong_key_names_the_section(workshop: Path, tmp_path: Path) -> None:

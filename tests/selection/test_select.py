@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pyarrow.parquet
 import pytest
+from rich.console import Console
 
 import finetune
 from finetune.config.load import load_recipe
@@ -22,6 +24,7 @@ from finetune.core.errors import ConfigError, DataError, FinetuneError, RefusedE
 from finetune.core.shipped import shipped_names
 from finetune.data_selection.engine.log import ScoreLog
 from finetune.selection.run import SelectionResult, select
+from support.chat_server import chat_server, completion
 from support.pools import PAIRS
 from support.tiny import save_tiny_model
 
@@ -84,6 +87,15 @@ class TestWhatItLeaves:
         assert all(row["kept"] == (row["left_out"] == "") for row in rows)
         for row in rows:
             assert row["score"] == pytest.approx(2.718281828459045 ** (row["loss"] - row["loss_alone"]))
+
+    def test_the_order_of_the_file_changes_no_score(self, workshop: Path, whole: Path, tmp_path: Path) -> None:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in reversed(ROWS)))
+        run(workshop, tmp_path / "out", f"data.train={tmp_path / 'rows.jsonl'}")
+        one, other = ({row["key"]: row for row in table(folder)} for folder in (whole, tmp_path / "out"))
+        assert one.keys() == other.keys()
+        for key, row in one.items():
+            assert other[key]["score"] == pytest.approx(row["score"], rel=1e-4)  # float32, in other batches
+            assert other[key]["kept"] == row["kept"]
 
     def test_the_manifest_adds_up(self, whole: Path) -> None:
         manifest = json.loads((whole / "manifest.json").read_text())
@@ -273,16 +285,20 @@ class TestGoingOn:
             run(workshop, tmp_path / "out", f"model.name_or_path={model}", resume=True)
 
     @pytest.mark.multi_process
-    def test_two_processes_leave_the_same_files_as_one(self, workshop: Path, whole: Path, tmp_path: Path) -> None:
-        arguments = ["select", str(workshop / "recipe.yaml"), f"output_dir={tmp_path / 'out'}", "--nproc", "2"]
+    @pytest.mark.parametrize("scorer", ["ifd", "less"])
+    def test_two_processes_leave_the_same_files_as_one(self, scorer: str, workshop: Path, tmp_path: Path) -> None:
+        (tmp_path / "target.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:3]))
+        less = f"{{name: less, target: [{tmp_path / 'target.jsonl'}], r: 2, lora_alpha: 4, warmup_epochs: 2}}"
+        override = f"select.scorer={less if scorer == 'less' else scorer}"
+        run(workshop, tmp_path / "one", override)
+        arguments = ["select", str(workshop / "recipe.yaml"), override, f"output_dir={tmp_path / 'two'}"]
+        command = [sys.executable, "-m", "finetune", *arguments, "--nproc", "2"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-m", "finetune", *arguments], env=environment, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
-        assert sorted(file.name for file in (tmp_path / "out" / "log").iterdir()) == ["0.jsonl", "1.jsonl"]
+        assert sorted(file.name for file in (tmp_path / "two" / "log").iterdir()) == ["0.jsonl", "1.jsonl"]
         for name in ("scores.parquet", "selected/rows.jsonl"):
-            assert (tmp_path / "out" / name).read_bytes() == (whole / name).read_bytes()
+            assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
 
 
 @pytest.mark.real
@@ -326,14 +342,25 @@ class TestWhatItRefuses:
         assert caught.value.where.endswith("text.jsonl:1")
         assert not (tmp_path / "out").exists()
 
+    def test_a_judge_that_judges_nothing_is_shown_with_what_it_says(self, workshop: Path, tmp_path: Path) -> None:
+        with chat_server(lambda content: completion("I cannot help.")) as (url, _):
+            judge = f"select.scorer={{name: judge, endpoint: {json.dumps(url)}, model: m, cache: false}}"
+            with pytest.raises(DataError, match="no row has a score") as caught:
+                run(workshop, tmp_path / "out", judge)
+        assert caught.value.got == f"{len(ROWS)} the judge gave no rating ('I cannot help.')"
+
     def test_files_of_something_else_are_left_alone(self, workshop: Path, tmp_path: Path) -> None:
         (tmp_path / "notes.txt").write_text("mine")
         with pytest.raises(RefusedError, match="not a selection's"):
             run(workshop, tmp_path, overwrite=True)
         assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
-    def test_a_dry_run_writes_nothing(self, workshop: Path, tmp_path: Path) -> None:
-        assert run(workshop, tmp_path / "out", dry_run=True).status == "planned"
+    def test_a_dry_run_writes_nothing_and_says_what_would_be_done(self, workshop: Path, tmp_path: Path) -> None:
+        said = StringIO()
+        less = f"select.scorer={{name: less, target: [{workshop / 'rows.jsonl'}]}}"
+        options: dict[str, Any] = {"dry_run": True, "console": Console(file=said, width=200)}
+        assert run(workshop, tmp_path / "out", less, **options).status == "planned"
+        assert f"model    {workshop / 'model'}, 4 times\n" in said.getvalue()
         assert not (tmp_path / "out").exists()
 
     def test_rows_that_do_not_fit_are_dropped_and_counted(self, workshop: Path, tmp_path: Path) -> None:
