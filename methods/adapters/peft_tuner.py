@@ -107,7 +107,10 @@ class PeftTuner(Method):
         self._base_dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         config = self._peft_config(self._found_in(model, candidates))
         wide = getattr(self.config, "trainable_dtype", "float32") == "float32"
-        with _refusals(self.name, self.refuses_by):
+        # Without weights, what is not implemented is looking at them: no word about the settings.
+        blank = any(parameter.is_meta for parameter in model.parameters())
+        refuses_by = tuple(kind for kind in self.refuses_by if not (blank and kind is NotImplementedError))
+        with _refusals(self.name, refuses_by):
             adapted = cast("nn.Module", get_peft_model(cast(Any, model), config, autocast_adapter_dtype=wide))
         self._autocast = self._compute_narrow(adapted) if wide else None
         return adapted

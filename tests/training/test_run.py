@@ -123,11 +123,13 @@ def test_checkpoints_hold_what_trains_and_no_base(s2ft_run: Path) -> None:
         *((name, dtype) for name in ("lisa", "badam", "gradual", "cofitune") for dtype in ("float32", "bfloat16")),
         ("spectrum", "float32"),
         ("pure_sharing", "float32"),
+        ("shira", "float32"),
     ],
 )
 def test_the_same_recipe_trains_with_every_method(workshop: Path, tmp_path: Path, name: str, dtype: str) -> None:
     own = {"lisa": ["method.layers=1", "method.interval=2"], "badam": ["method.interval=2"]}
-    own |= {"gradual": ["method.every=2"], "cofitune": ["method.layers=0-1"], "spectrum": ["method.top_percent=50"]}
+    own |= {"shira": ["method.target_modules=[q_proj]", "method.r=4"], "gradual": ["method.every=2"]}
+    own |= {"cofitune": ["method.layers=0-1"], "spectrum": ["method.top_percent=50"]}
     with pytest.warns(UserWarning, match="ratio"):
         result = train(
             workshop,
@@ -139,7 +141,7 @@ def test_the_same_recipe_trains_with_every_method(workshop: Path, tmp_path: Path
         )
     assert result.record["method"]["name"] == name
     card = (tmp_path / "run" / "final" / "README.md").read_text()
-    assert ("PeftModel.from_pretrained" in card) is (name in {"lora", "dora", "vera"})
+    assert ("PeftModel.from_pretrained" in card) is (name in {"lora", "dora", "vera", "shira"})
     model, _ = load_tuned(tmp_path / "run", dtype="float32", device="cpu")
     assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
 
