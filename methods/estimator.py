@@ -9,11 +9,10 @@ root mean square of the slopes.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -27,23 +26,28 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import TrainingArguments
 
-    from finetune.methods.primitives.projected_gradient import Directions, Estimate, Losses
+    from finetune.methods.primitives.projected_gradient import Directions, Estimate
 
-__all__ = ["DECAYS", "DISTANCES", "Estimator", "EstimatorConfig"]
+__all__ = ["DECAYS", "DISTANCES", "Eps", "Estimator", "EstimatorConfig"]
 
 DISTANCES, DECAYS = f"{TRAINING}distances", f"{TRAINING}decays"
 """Keys of the log in a learned state: how far each step went along each direction, float32 (steps, queries), and what
 the weights were multiplied with before, float64 (steps,)."""
+EPS = f"{TRAINING}eps"
+"""Key of the distance that ``eps: auto`` has come to, float64 ()."""
+
+Eps = Annotated[float, Field(gt=0)] | Literal["auto"]
+"""Distance to the points at which the loss is measured, or to be found out at the first step."""
 
 
 class EstimatorConfig(MethodConfig):
     """What all zeroth-order methods share."""
 
-    eps: float = Field(
+    eps: Eps = Field(
         default=1e-3,
-        gt=0,
         description="Distance to the points at which the loss is measured. 1e-3 suits a float32 forward pass; in "
-        "bfloat16 the loss's rounding drowns so small a difference, and 1e-2 suits.",
+        "bfloat16 the loss's rounding drowns so small a difference, and 1e-2 suits. auto: the smallest of some that "
+        "gives slopes good to 30 %, by 48 forward passes at the first step.",
     )
     queries: int = Field(default=1, ge=1, le=255, description="Directions of one step, whose estimates are averaged.")
     seed: int = Field(default=0, ge=0, description="Seed of the directions.")
@@ -69,17 +73,18 @@ class Estimator(InPlace):
     def learned_tensors(self) -> dict[str, Tensor]:
         """Returns what the directions move, by name."""
 
-    def _estimate(self) -> Callable[[Losses], Estimate]:
-        """Returns how slopes are found; something that pickles."""
+    def _rule(self) -> Callable[..., Estimate]:
+        """Returns how losses become slopes: ``rule(loss_at, queries=..., eps=...)``."""
         from finetune.methods.primitives.projected_gradient import two_point
 
-        return functools.partial(two_point, queries=self.config.queries, eps=self.config.eps)
+        return two_point
 
     def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
         import torch
         from torch import nn
 
         from finetune.methods.primitives.hidden_parameter import hide_parameter
+        from finetune.methods.primitives.measured_eps import Measurement
         from finetune.methods.primitives.projected_gradient import PARAMETER, ProjectedForward
         from finetune.methods.primitives.step_sync import after_optimizer_step, before_optimizer_step
 
@@ -91,7 +96,8 @@ class Estimator(InPlace):
         self._distance = nn.Parameter(torch.zeros(self.config.queries, device=next(model.parameters()).device))
         model.register_parameter(PARAMETER, self._distance)
         self._hooks = hide_parameter(model, PARAMETER, PARAMETER, _nothing)
-        self._forward = ProjectedForward(model, self._directions, self._estimate())
+        self._measurement = Measurement(self._rule(), self._directions, self.config.queries, self.config.eps)
+        self._forward = ProjectedForward(model, self._directions, self._measurement)
         self._before = before_optimizer_step([self._distance], self._before_step)
         self._after = after_optimizer_step([self._distance], self._after_step)
         self._distances: list[Tensor] = []
@@ -190,7 +196,10 @@ class Estimator(InPlace):
 
         shape = (len(self._distances), self.config.queries)
         distances = torch.stack(self._distances) if self._distances else torch.zeros(shape)
-        return {DISTANCES: distances.cpu(), DECAYS: torch.tensor(self._decays, dtype=torch.float64)}
+        log = {DISTANCES: distances.cpu(), DECAYS: torch.tensor(self._decays, dtype=torch.float64)}
+        if self.config.eps == "auto" and self._measurement.settled:
+            log[EPS] = torch.tensor(self._measurement.eps, dtype=torch.float64)
+        return log
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restores the log, and the step whose directions come next; strict."""
@@ -200,6 +209,9 @@ class Estimator(InPlace):
         self._distances = list(state[DISTANCES].to(self._distance.device))
         self._decays = state[DECAYS].tolist()
         self._directions.step = len(self._decays)
+        self._measurement.settled = bool(self._decays)
+        if EPS in state:
+            self._measurement.eps = float(state[EPS])
 
 
 def _refuse_offloaded(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from finetune.core.errors import TrainingError
 
 __all__ = [
     "PROPOSALS_PER_ENTRY",
+    "is_main_process",
     "mean_over_processes",
     "processes",
     "require_same_over_processes",
@@ -23,6 +24,11 @@ PROPOSALS_PER_ENTRY = 5
 def processes() -> int:
     """Returns how many processes train together; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def is_main_process() -> bool:
+    """Returns whether this is the process that speaks for all."""
+    return processes() == 1 or dist.get_rank() == 0
 
 
 def mean_over_processes(tensor: Tensor) -> Tensor:

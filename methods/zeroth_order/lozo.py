@@ -10,7 +10,7 @@ from pydantic import Field
 from finetune.core.errors import CapabilityError, TargetError
 from finetune.core.learned_state import LEFT, require_same_shapes
 from finetune.methods.base import Kind, MethodConfig, MethodSummary
-from finetune.methods.estimator import DECAYS, Estimator, EstimatorConfig
+from finetune.methods.estimator import DECAYS, Eps, Estimator, EstimatorConfig
 from finetune.methods.registry import register
 from finetune.methods.selected_entries import Scope
 
@@ -25,11 +25,10 @@ __all__ = ["Lozo", "LozoConfig"]
 class LozoConfig(EstimatorConfig):
     """How low-rank directions are made, and of which layers."""
 
-    eps: float = Field(
+    eps: Eps = Field(
         default=1e-2,
-        gt=0,
         description="Distance to the points at which the loss is measured. Directions of low rank bear 1e-2, which a "
-        "bfloat16 forward pass needs.",
+        "bfloat16 forward pass needs. auto: found out at the first step.",
     )
     rank: int = Field(default=1, ge=1, description="Rank of one direction.")
     lazy_interval: int = Field(
