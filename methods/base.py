@@ -136,6 +136,11 @@ class Method(ABC):
         """Whether training changes the base's own weights, which cannot be done to quantised ones."""
         return self.kind != "adapter"
 
+    @property
+    def needs_options(self) -> bool:
+        """Whether each row of a batch has to come with its question's other options."""
+        return False
+
     def calibration_examples(self, total: int) -> int:
         """Returns how many of ``total`` training examples the choice of what trains looks at; 0 where it needs none."""
         return 0

@@ -53,6 +53,11 @@ class Composition(Method):
         """Whether the first member that is attached does: later ones choose among what it trains."""
         return self._attached[0].writes_base
 
+    @property
+    def needs_options(self) -> bool:
+        """Whether the last member, which trains, does."""
+        return self.methods[-1].needs_options
+
     def calibration_examples(self, total: int) -> int:
         """Returns the most that a member looks at."""
         return max(method.calibration_examples(total) for method in self._attached)

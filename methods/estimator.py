@@ -20,6 +20,7 @@ from finetune.core.errors import CapabilityError, CheckpointError, FinetuneWarni
 from finetune.core.learned_state import TRAINING
 from finetune.methods.base import MethodConfig
 from finetune.methods.in_place import InPlace
+from finetune.methods.objective import NEEDS_OPTIONS, SMOOTH, Objective, load_objective
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,6 +50,12 @@ class EstimatorConfig(MethodConfig):
         "bfloat16 the loss's rounding drowns so small a difference, and 1e-2 suits. auto: the smallest of some that "
         "gives slopes good to 30 %, by 48 forward passes at the first step.",
     )
+    objective: Objective = Field(
+        default="loss",
+        description="What is minimised: loss (the model's own), option_likelihood (to tell the options of a question "
+        "apart), minus accuracy (of options), exact_match or f1 (of greedy answers), or module:function, called as "
+        "function(model, batch), whose result is any number.",
+    )
     queries: int = Field(default=1, ge=1, le=255, description="Directions of one step, whose estimates are averaged.")
     seed: int = Field(default=0, ge=0, description="Seed of the directions.")
 
@@ -64,6 +71,11 @@ class Estimator(InPlace):
     Config: ClassVar[type[MethodConfig]] = EstimatorConfig
     config: EstimatorConfig
     _directions: Directions
+
+    @property
+    def needs_options(self) -> bool:
+        """Whether the objective compares the options of a question."""
+        return self.config.objective in NEEDS_OPTIONS
 
     @abstractmethod
     def _directions_over(self, model: nn.Module, candidates: frozenset[str]) -> Directions:
@@ -89,6 +101,7 @@ class Estimator(InPlace):
         from finetune.methods.primitives.step_sync import after_optimizer_step, before_optimizer_step
 
         _refuse_offloaded(model)
+        objective = None if self.config.objective == "loss" else load_objective(self.config.objective)
         self._directions = self._directions_over(model, candidates)
         # Processes have nothing but slopes to say to each other: no weights at the start, no buffers at every pass.
         silent = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
@@ -97,7 +110,9 @@ class Estimator(InPlace):
         model.register_parameter(PARAMETER, self._distance)
         self._hooks = hide_parameter(model, PARAMETER, PARAMETER, _nothing)
         self._measurement = Measurement(self._rule(), self._directions, self.config.queries, self.config.eps)
-        self._forward = ProjectedForward(model, self._directions, self._measurement)
+        # Shares of a batch are steps, whose noise cannot be told from what they measure.
+        self._measurement.settled = self.config.eps != "auto" and self.config.objective not in SMOOTH
+        self._forward = ProjectedForward(model, self._directions, self._measurement, objective)
         self._before = before_optimizer_step([self._distance], self._before_step)
         self._after = after_optimizer_step([self._distance], self._after_step)
         self._distances: list[Tensor] = []
@@ -209,7 +224,7 @@ class Estimator(InPlace):
         self._distances = list(state[DISTANCES].to(self._distance.device))
         self._decays = state[DECAYS].tolist()
         self._directions.step = len(self._decays)
-        self._measurement.settled = bool(self._decays)
+        self._measurement.settled |= bool(self._decays)
         if EPS in state:
             self._measurement.eps = float(state[EPS])
 
