@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from finetune.core.errors import CapabilityError, CheckpointError, FinetuneWarning
+from finetune.core.errors import CapabilityError, CheckpointError, FinetuneWarning, TrainingError
 from finetune.core.learned_state import TRAINING
 from finetune.methods.base import MethodConfig
 from finetune.methods.in_place import InPlace
@@ -57,6 +57,11 @@ class EstimatorConfig(MethodConfig):
         "function(model, batch), whose result is any number.",
     )
     queries: int = Field(default=1, ge=1, le=255, description="Directions of one step, whose estimates are averaged.")
+    directions: Literal["shared", "independent"] = Field(
+        default="shared",
+        description="Whether all processes measure along the same directions, each on its rows, or each along its own: "
+        "then a step has as many times the directions, whose estimates are averaged, and bears a larger learning rate.",
+    )
     seed: int = Field(default=0, ge=0, description="Seed of the directions.")
 
 
@@ -71,6 +76,11 @@ class Estimator(InPlace):
     Config: ClassVar[type[MethodConfig]] = EstimatorConfig
     config: EstimatorConfig
     _directions: Directions
+
+    @property
+    def _per_step(self) -> int:
+        """Directions of one step over all processes."""
+        return self.config.queries * self._shares
 
     @property
     def needs_options(self) -> bool:
@@ -97,19 +107,28 @@ class Estimator(InPlace):
 
         from finetune.methods.primitives.hidden_parameter import hide_parameter
         from finetune.methods.primitives.measured_eps import Measurement
+        from finetune.methods.primitives.process_group import process_rank, processes
         from finetune.methods.primitives.projected_gradient import PARAMETER, ProjectedForward
         from finetune.methods.primitives.step_sync import after_optimizer_step, before_optimizer_step
 
         _refuse_offloaded(model)
         objective = None if self.config.objective == "loss" else load_objective(self.config.objective)
+        self._shares = processes() if self.config.directions == "independent" else 1
         self._directions = self._directions_over(model, candidates)
         # Processes have nothing but slopes to say to each other: no weights at the start, no buffers at every pass.
         silent = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
         model._ddp_params_and_buffers_to_ignore = silent  # type: ignore[assignment]
-        self._distance = nn.Parameter(torch.zeros(self.config.queries, device=next(model.parameters()).device))
+        self._distance = nn.Parameter(torch.zeros(self._per_step, device=next(model.parameters()).device))
         model.register_parameter(PARAMETER, self._distance)
         self._hooks = hide_parameter(model, PARAMETER, PARAMETER, _nothing)
-        self._measurement = Measurement(self._rule(), self._directions, self.config.queries, self.config.eps)
+        self._measurement = Measurement(
+            self._rule(),
+            self._directions,
+            self.config.queries,
+            self.config.eps,
+            first=self.config.queries * process_rank() if self._shares > 1 else 0,
+            total=self._per_step,
+        )
         # Shares of a batch are steps, whose noise cannot be told from what they measure.
         self._measurement.settled = self.config.eps != "auto" and self.config.objective not in SMOOTH
         self._forward = ProjectedForward(model, self._directions, self._measurement, objective)
@@ -163,6 +182,14 @@ class Estimator(InPlace):
     def _before_step(self, optimizer: Optimizer) -> None:
         import torch
 
+        if self._distances and len(self._distances[-1]) != self._per_step:
+            raise TrainingError(
+                "the run was made by another number of processes, each with directions of its own",
+                where="method.directions",
+                got=f"{self._per_step} direction(s) per step",
+                want=f"{len(self._distances[-1])}",
+                fix="as many processes as before",
+            )
         group = self._group(optimizer)
         if group.get("momentum") or group.get("betas", (0.0,))[0]:
             warnings.warn(
@@ -196,21 +223,31 @@ class Estimator(InPlace):
         """Finds out at the first step whether all processes begin with the same weights and got the same slopes."""
         import hashlib
 
+        from torch.distributed.fsdp import FSDPModule
+
         from finetune.core.fingerprint import base_fingerprint
         from finetune.methods.primitives.process_group import processes, require_same_over_processes
 
         if self._checked or processes() == 1:
             return
         self._checked = True
-        digest = hashlib.sha256(base_fingerprint(self.model).encode() + gradient.cpu().numpy().tobytes()).digest()
+        if self.config.directions == "independent" and self._shares != processes():
+            raise TrainingError(
+                "the method was attached before the processes knew of each other, and all have the same directions",
+                where="method.directions",
+                got="independent",
+                fix="torch.distributed.init_process_group before method.attach, or directions: shared",
+            )
+        # Shards are not the same everywhere, and are made of one process's weights.
+        weights = "" if isinstance(self.model, FSDPModule) else base_fingerprint(self.model)
+        digest = hashlib.sha256(weights.encode() + gradient.cpu().numpy().tobytes()).digest()
         require_same_over_processes(digest[:16], "weights and slopes", gradient.device)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the log of the run; a subclass adds what the steps came to."""
         import torch
 
-        shape = (len(self._distances), self.config.queries)
-        distances = torch.stack(self._distances) if self._distances else torch.zeros(shape)
+        distances = torch.stack(self._distances) if self._distances else torch.zeros(0, self._per_step)
         log = {DISTANCES: distances.cpu(), DECAYS: torch.tensor(self._decays, dtype=torch.float64)}
         if self.config.eps == "auto" and self._measurement.settled:
             log[EPS] = torch.tensor(self._measurement.eps, dtype=torch.float64)
@@ -231,12 +268,15 @@ class Estimator(InPlace):
 
 def _refuse_offloaded(model: nn.Module) -> None:
     places: Any = getattr(model, "hf_device_map", None) or {}
-    if {"cpu", "disk"} & {str(place) for place in places.values()} and len(set(places.values())) > 1:
+    elsewhere = {"cpu", "disk"} & {str(place) for place in places.values()} and len(set(places.values())) > 1
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if elsewhere or (hooked and any(parameter.is_meta for parameter in model.parameters())):
+        devices = {str(parameter.device) for parameter in model.parameters()}
         raise CapabilityError(
             "accelerate keeps parts of the model elsewhere and brings copies of them, so that what is written into "
             "them is lost",
             where="model",
-            got=f"device_map with {', '.join(sorted(map(str, set(places.values()))))}",
+            got=f"weights on {', '.join(sorted(devices | set(map(str, places.values()))))}",
             want="a model that lies on one device",
         )
 

@@ -77,7 +77,9 @@ def replay_log(model: Any, tensors: dict[str, torch.Tensor], metadata: dict[str,
             got=f"SHA-256 {found}",
             want=f"{metadata['base_model']}, SHA-256 {metadata[BASE_HASH]}",
         )
-    method = build_method({"name": metadata["method"], **metadata["config"]})
+    # Directions are numbered through the processes, so that one process makes those of all.
+    own = {"queries": tensors[DISTANCES].shape[1], "directions": "shared"}
+    method = build_method({"name": metadata["method"], **metadata["config"], **own})
     assert isinstance(method, Estimator)
     tuned = method.attach(model, candidates=metadata["scope"])
     dtype = "+".join({str(tensor.dtype).removeprefix("torch.") for tensor in method.learned_tensors().values()})

@@ -47,6 +47,8 @@ class DenseDirections:
         changed: Called when the tensors have new values, where the forward pass reads another copy of them.
     """
 
+    reads_only = False
+
     def __init__(
         self,
         model: Any,

@@ -80,8 +80,11 @@ class LowRankDirections:
             of ``d U`` for a distance d (LOZO-M).
 
     Attributes:
+        queries: Directions per step; a state that more processes made has more.
         momenta: M of every layer, float32 (M, queries r); without momentum, none.
     """
+
+    reads_only = True
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class LowRankDirections:
         self._momentum = momentum
         self.momenta: dict[str, Tensor] = {}
         self._numbers = direction_numbers(list(layers))
-        self._seed, self._queries, self._rank, self._interval = seed, queries, rank, interval
+        self._seed, self.queries, self._rank, self._interval = seed, queries, rank, interval
         self.step = 0
         self._drawn: tuple[int, dict[str, Tensor]] = (-1, {})
         self._open_interval()
@@ -107,7 +110,7 @@ class LowRankDirections:
     @property
     def columns(self) -> int:
         """Rank of what one interval learns: queries times rank."""
-        return self._queries * self._rank
+        return self.queries * self._rank
 
     def remove(self) -> None:
         """Makes the layers plain."""
@@ -193,6 +196,6 @@ class LowRankDirections:
     def _signs(self, epoch: int, number: int, size: int, device: torch.device) -> Tensor:
         """Returns signs, float32 (size, queries r): a query has a key, a rank of it a row of the field."""
         column = torch.arange(size, dtype=torch.int32, device=device)
-        keys = [derive_key(self._seed, epoch, query, number) for query in range(self._queries)]
+        keys = [derive_key(self._seed, epoch, query, number) for query in range(self.queries)]
         rows = [noise_of_hash(hash_tile(*row_vectors(k, 0, self._rank, device), column), "rademacher") for k in keys]
         return torch.cat(rows).t().contiguous()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from finetune.core.errors import FinetuneWarning
-from finetune.methods.primitives.process_group import is_main_process, mean_over_processes
+from finetune.methods.primitives.process_group import mean_over_processes, process_rank
 from finetune.methods.primitives.projected_gradient import Directions, Estimate, Losses
 
 __all__ = ["CANDIDATES", "Measurement", "choose_eps", "slope_noise"]
@@ -36,8 +36,10 @@ class Measurement:
     Attributes:
         rule: How losses become slopes: ``rule(loss_at, queries=..., eps=...)``.
         directions: Along which the losses are measured.
-        queries: Directions of one step.
+        queries: Directions of one step that this process measures along.
         eps: The distance; ``auto`` until it is settled.
+        first: Number of the first of them.
+        total: Directions of one step over all processes, whose estimates are averaged.
         settled: Whether it has been chosen, or compared with the rounding of the loss.
     """
 
@@ -45,17 +47,22 @@ class Measurement:
     directions: Directions
     queries: int
     eps: float | Literal["auto"]
+    first: int
+    total: int
     settled: bool = False
 
     def __call__(self, loss_at: Losses) -> Estimate:
-        """Returns the estimate."""
+        """Returns the estimate; the slopes of other processes' directions are zero."""
         if not self.settled:
             self.settled = True
             if self.eps == "auto":
                 self.eps = choose_eps(_slopes(loss_at, self.directions, CANDIDATES))
             else:
                 _warn_of_noise(loss_at, self.directions, self.eps)
-        return self.rule(loss_at, queries=self.queries, eps=self.eps)
+        own = self.rule(lambda query, scale: loss_at(self.first + query, scale), queries=self.queries, eps=self.eps)
+        slopes = own.slopes.new_zeros(self.total)
+        slopes[self.first : self.first + self.queries] = own.slopes
+        return Estimate(own.loss, slopes)
 
 
 def choose_eps(slopes: Tensor) -> float:
@@ -76,7 +83,7 @@ def choose_eps(slopes: Tensor) -> float:
         for number, (eps, size, error) in enumerate(zip(CANDIDATES, rms.tolist(), errors.tolist(), strict=False))
     ]
     table = "\n".join([f"  {'eps':>7}  {'rms slope':>10}  {'change':>10} at 3 eps", *rows])
-    if is_main_process():
+    if process_rank() == 0:
         _LOGGER.info("eps: auto, slopes along %d directions\n%s", _DIRECTIONS, table)
         if not good:
             _warn(f"no eps gives slopes that are good to {_TOLERANCE:.0%}, so the best is taken\n{table}")
@@ -100,7 +107,7 @@ def slope_noise(slopes: Tensor) -> tuple[float, float]:
 
 def _warn_of_noise(loss_at: Losses, directions: Directions, eps: float) -> None:
     noise, size = slope_noise(_slopes(loss_at, directions, [near * eps for near in _NEARBY]))
-    if noise > _TOLERANCE * size and is_main_process():
+    if noise > _TOLERANCE * size and process_rank() == 0:
         _warn(
             f"eps {eps:g} is below the noise floor: rounding of the loss moves a slope by {noise:.3g}, and the slopes "
             f"are {size:.3g} (root mean squares along {_DIRECTIONS} directions), so steps are noise. Take eps: auto, "

@@ -10,8 +10,8 @@ from finetune.core.errors import TrainingError
 
 __all__ = [
     "PROPOSALS_PER_ENTRY",
-    "is_main_process",
     "mean_over_processes",
+    "process_rank",
     "processes",
     "require_same_over_processes",
     "union_over_processes",
@@ -26,9 +26,9 @@ def processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def is_main_process() -> bool:
-    """Returns whether this is the process that speaks for all."""
-    return processes() == 1 or dist.get_rank() == 0
+def process_rank() -> int:
+    """Returns the number of this process among those that train together; 0 speaks for all."""
+    return dist.get_rank() if processes() > 1 else 0
 
 
 def mean_over_processes(tensor: Tensor) -> Tensor:

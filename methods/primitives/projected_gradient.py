@@ -12,9 +12,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from finetune.core.errors import TrainingError
+from finetune.core.errors import CapabilityError, TrainingError
 from finetune.core.evaluation_mode import evaluation_mode
+from finetune.methods.primitives.process_group import mean_over_processes
 
 __all__ = ["OPTIONS", "PARAMETER", "Directions", "Estimate", "Losses", "ProjectedForward", "one_sided", "two_point"]
 
@@ -45,6 +47,8 @@ class Directions(Protocol):
 
     step: int
     """Optimizer steps taken: with the seed, the number that directions are made of."""
+    reads_only: bool
+    """Whether weights are only read, so that FSDP2 may have taken them apart."""
 
     def perturbed(self, query: int, scale: float) -> contextlib.AbstractContextManager[None]:
         """Returns the context in which a forward pass sees the weights moved along one of this step's directions."""
@@ -179,9 +183,19 @@ class ProjectedForward:
             return {"loss": loss_at(0, 0.0).float()}
 
     def _delivered(self, loss_at: Losses) -> Tensor:
+        sharded = isinstance(self._model, FSDPModule)
+        if sharded and not self._directions.reads_only:
+            raise CapabilityError(
+                "the method moves weights, and FSDP2 has put shards in their place",
+                where=type(self._model).__name__,
+                want="whole weights on each process, or a method that only reads them",
+                fix="method.name: lozo, or DistributedDataParallel",
+            )
         with torch.no_grad(), evaluation_mode(self._model):
             found = self._estimate(loss_at)
-        return _DELIVER(self._model.get_parameter(PARAMETER), found.loss.float(), found.slopes)
+        # DDP averages gradients; FSDP2 leaves a parameter that it does not shard alone.
+        slopes = mean_over_processes(found.slopes) if sharded else found.slopes
+        return _DELIVER(self._model.get_parameter(PARAMETER), found.loss.float(), slopes)
 
     def _without_loss(self, *args: Any, **kwargs: Any) -> Any:
         if self._model.training:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from finetune.core.errors import CapabilityError, TargetError
 from finetune.core.learned_state import LEFT, TRAINING, require_same_shapes
 from finetune.methods.base import Kind, MethodConfig, MethodSummary
-from finetune.methods.estimator import DECAYS, Eps, Estimator, EstimatorConfig
+from finetune.methods.estimator import DECAYS, DISTANCES, Eps, Estimator, EstimatorConfig
 from finetune.methods.registry import register
 from finetune.methods.selected_entries import Scope
 
@@ -31,6 +31,11 @@ class LozoConfig(EstimatorConfig):
         default=1e-2,
         description="Distance to the points at which the loss is measured. Directions of low rank bear 1e-2, which a "
         "bfloat16 forward pass needs. auto: found out at the first step.",
+    )
+    directions: Literal["shared", "independent"] = Field(
+        default="independent",
+        description="Whether all processes measure along the same directions, each on its rows, or each along its own: "
+        "then a step has as many times the directions, and bears a larger learning rate.",
     )
     rank: int = Field(default=1, ge=1, description="Rank of one direction.")
     lazy_interval: int = Field(
@@ -80,7 +85,7 @@ class Lozo(Estimator):
         return LowRankDirections(
             self._layers(model, candidates),
             seed=self.config.seed,
-            queries=self.config.queries,
+            queries=self._per_step,
             rank=self.config.rank,
             interval=self.config.lazy_interval,
             momentum=self.config.momentum,
@@ -135,7 +140,7 @@ class Lozo(Estimator):
             total=self._total,
             trained_bytes=4 * trained,
             chosen=(
-                f"{moved:,} entries of {len(branches)} linear layers move along {self.config.queries} direction(s) of "
+                f"{moved:,} entries of {len(branches)} linear layers move along {self._per_step} direction(s) of "
                 f"rank {self.config.rank}",
                 f"the optimizer holds {self._distance.numel()} number(s), the projected gradient",
             ),
@@ -155,7 +160,7 @@ class Lozo(Estimator):
         import torch
 
         super().load_state_dict(state)
-        steps = len(state[DECAYS])
+        steps, self._directions.queries = len(state[DECAYS]), state[DISTANCES].shape[1]
         shapes = self._directions.shapes(steps)
         own = {f"{name}{LEFT}": torch.empty(shape, device="meta") for name, shape in shapes.items()}
         own |= {f"{_MOMENTUM}{name}": tensor for name, tensor in self._directions.momenta.items()}

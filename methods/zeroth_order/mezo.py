@@ -137,7 +137,7 @@ class Mezo(Estimator):
             total=self._total,
             trained_bytes=sum(p.numel() * p.element_size() for p in tensors),
             chosen=(
-                f"{len(tensors)} tensors move along {self.config.queries} {self.config.noise} direction(s) per step",
+                f"{len(tensors)} tensors move along {self._per_step} {self.config.noise} direction(s) per step",
                 f"the optimizer holds {self._distance.numel()} number(s), the projected gradient",
             ),
         )

@@ -446,6 +446,17 @@ class TestRefusals:
         with pytest.raises(CapabilityError, match="accelerate keeps parts of the model elsewhere"):
             finetune.method("lozo").attach(model)
 
+    @pytest.mark.parametrize("name", NAMES)
+    def test_a_model_under_accelerates_hooks(self, name: str, tmp_path: Path) -> None:
+        from accelerate import cpu_offload, disk_offload
+
+        for offload, options in ((cpu_offload, {}), (disk_offload, {"offload_dir": str(tmp_path)})):
+            model = tiny_llama(tied=False)
+            offload(model, execution_device="cpu", **options)  # type: ignore[operator]
+            with pytest.raises(CapabilityError, match="accelerate keeps parts of the model elsewhere") as caught:
+                finetune.method(name).attach(model)
+            assert "meta" in caught.value.got
+
     def test_a_training_pass_without_labels(self) -> None:
         model = finetune.method("lozo").attach(tiny_llama())
         model.train()
