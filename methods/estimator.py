@@ -37,6 +37,9 @@ the weights were multiplied with before, float64 (steps,)."""
 EPS = f"{TRAINING}eps"
 """Key of the distance that ``eps: auto`` has come to, float64 ()."""
 
+_WATCHED = 20
+"""Steps at which ties are counted."""
+
 Eps = Annotated[float, Field(gt=0)] | Literal["auto"]
 """Distance to the points at which the loss is measured, or to be found out at the first step."""
 
@@ -137,6 +140,7 @@ class Estimator(InPlace):
         self._distances: list[Tensor] = []
         self._decays: list[float] = []
         self._checked = False
+        self._watched = self._ties = 0
         return model
 
     def _detach(self) -> nn.Module:
@@ -204,6 +208,21 @@ class Estimator(InPlace):
             self._check_processes(gradient)
             # A loss that is not finite says nothing: the step stays where it is, and the optimizer's state finite.
             gradient.copy_(torch.where(torch.isfinite(gradient).all(), gradient, 0.0))
+            self._count_ties(gradient)
+
+    def _count_ties(self, gradient: Tensor) -> None:
+        """Says once where most of the first steps moved nothing, as happens with a share of few rows."""
+        if self.config.objective in SMOOTH or self._watched == _WATCHED:
+            return
+        self._watched += 1
+        self._ties += not gradient.any()
+        if self._watched == _WATCHED and 2 * self._ties > _WATCHED:
+            warnings.warn(
+                f"at {self._ties} of the first {_WATCHED} steps the objective was the same on both sides, so that "
+                "nothing moved: take larger batches, or a larger eps",
+                FinetuneWarning,
+                stacklevel=2,
+            )
 
     def _after_step(self, optimizer: Optimizer) -> None:
         group = self._group(optimizer)

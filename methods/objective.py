@@ -22,6 +22,10 @@ SMOOTH = frozenset({"loss", "option_likelihood"})
 
 def _as_name(value: Any) -> Any:
     """Returns the name by which a function is found again when a run goes on."""
+    if isinstance(value, str) and ":" not in value and value not in OBJECTIVES:
+        near = nearest(value, OBJECTIVES)
+        meant = f" (did you mean {near!r}?)" if near else ""
+        raise ValueError(f"{list_choices(OBJECTIVES)}, or module:function{meant}")
     if not callable(value):
         return value
     module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
@@ -45,19 +49,14 @@ def load_objective(name: str) -> Callable[..., Any]:
 
         named: Callable[..., Any] = getattr(objectives, name)
         return named
-    module, separator, path = name.partition(":")
+    module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module) if separator else None
+        found: Any = importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        problem = str(error) if separator else f"unknown objective {name!r}"
         raise ConfigError(
-            problem,
-            where="method.objective",
-            got=name,
-            want=f"{list_choices(OBJECTIVES)}, or module:function",
-            near=nearest(name, OBJECTIVES),
+            f"the objective cannot be imported: {error}", where="method.objective", got=name, want="module:function"
         ) from error
     if not callable(found):
         raise ConfigError(

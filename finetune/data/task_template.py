@@ -28,15 +28,23 @@ class TaskTemplate(BaseModel):
     prompt: str = Field(description="What is asked, with {column} for what a row has in it.")
     label: str = Field(default="label", description="Column that says which answer is right.")
     answers: list[str] | dict[str, str] = Field(
-        min_length=2, description="The answers: in the order of labels 0, 1, ..., or by the label's name."
+        description="The answers: in the order of labels 0, 1, ..., or by the label's name."
     )
 
     @field_validator("prompt")
     @classmethod
     def _asks_something(cls, prompt: str) -> str:
         if not _COLUMN.search(prompt):
-            raise ValueError("the prompt names no column, as in '{sentence} It was'")
+            raise ValueError("a prompt that names a column, as '{sentence} It was' does")
         return prompt
+
+    @field_validator("answers")
+    @classmethod
+    def _leaves_a_choice(cls, answers: list[str] | dict[str, str]) -> list[str] | dict[str, str]:
+        texts = list(answers.values()) if isinstance(answers, dict) else answers
+        if len(set(texts)) < 2 or len(set(texts)) < len(texts):
+            raise ValueError("two or more answers, each another text")
+        return answers
 
     def words(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the row as ``prompt``, ``completion`` and ``choices``, with its other columns.

@@ -84,3 +84,16 @@ def test_rows_without_choices_are_refused_where_options_are_compared(tmp_path: P
         prepare_dataset([source(tmp_path, rows)], plain_tokenizer(), choices=True)
     assert [problem.where.rpartition(":")[2] for problem in caught.value.problems] == ["1", "2"]
     assert "none of the choices" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"prompt": "It was", "answers": ["a", "b"]}, "a prompt that names a column"),
+        ({"prompt": "{text}:", "answers": ["a"]}, "two or more answers"),
+        ({"prompt": "{text}:", "answers": {"x": "a", "y": "a"}}, "each another text"),
+    ],
+)
+def test_templates_that_ask_nothing(fields: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(ValueError, match=wanted):
+        TaskTemplate.model_validate(fields)

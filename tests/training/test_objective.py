@@ -74,5 +74,5 @@ def test_what_is_refused_before_the_weights_are_loaded(recipe: Path, tmp_path: P
         train(recipe, tmp_path / "run", "data.packing=true")
     with pytest.raises(ConfigError, match="did you mean 'sst2'"):
         train(recipe, tmp_path / "run", "data.template=sst")
-    with pytest.raises(ConfigError, match="unknown objective"):
+    with pytest.raises(ConfigError, match="or module:function"):
         train(recipe, tmp_path / "run", "method.objective=likelihood")
