@@ -87,11 +87,13 @@ class Method(ABC):
         paper: Citation with an identifier, or an empty string.
         kind: What is learned.
         narrows_added: Whether the method can choose among parameters that an earlier method added to the model.
+        narrows_entries: Whether it can train the entries of weights that an earlier method chose.
         recomputes: Whether it trains with activations that are computed again in the backward pass.
         takes_turns: Whether parameters that train may rest for some steps.
         stock: Whether stock PEFT loads what it saves.
         routes: Whether it tells the rows of a batch apart by their task: ``model(..., tasks=[...])``.
         model: The model after :meth:`attach`.
+        earlier: The attached method whose parameters this one trains, in a composition.
     """
 
     name: ClassVar[str] = ""
@@ -99,6 +101,7 @@ class Method(ABC):
     paper: ClassVar[str] = ""
     kind: ClassVar[Kind]
     narrows_added: ClassVar[bool] = False
+    narrows_entries: ClassVar[bool] = False
     recomputes: ClassVar[bool] = True
     takes_turns: ClassVar[bool] = False
     stock: ClassVar[bool] = False
@@ -114,6 +117,7 @@ class Method(ABC):
         self._total = 0
         self._calibration: Calibration | None = None
         self._chosen_before = False
+        self.earlier: Method | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -135,6 +139,11 @@ class Method(ABC):
     def writes_base(self) -> bool:
         """Whether training changes the base's own weights, which cannot be done to quantised ones."""
         return self.kind != "adapter"
+
+    @property
+    def needs_options(self) -> bool:
+        """Whether each row of a batch has to come with its question's other options."""
+        return False
 
     def calibration_examples(self, total: int) -> int:
         """Returns how many of ``total`` training examples the choice of what trains looks at; 0 where it needs none."""
@@ -259,6 +268,9 @@ class Method(ABC):
     def at_rest(self) -> frozenset[str]:
         """Returns which trained parameters rightly have no gradient after this step's backward passes."""
         return frozenset()
+
+    def write_values(self) -> None:  # noqa: B027 - most methods train what the forward pass reads
+        """Makes the forward pass see the values of the trained parameters, where others than the optimizer set them."""
 
     def touched(self) -> frozenset[str]:
         """Returns the names of the base's own parameters whose values training may change."""

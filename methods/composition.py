@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import CapabilityError
 from finetune.methods.base import CHOSEN_BEFORE, Kind, Method, MethodSummary
+from finetune.methods.in_place import InPlace
+from finetune.methods.scheduled_entries import ScheduledEntries
+from finetune.methods.selected_entries import SelectedEntries
 from finetune.methods.whole_tensors import WholeTensors
 
 if TYPE_CHECKING:
@@ -53,6 +56,11 @@ class Composition(Method):
         """Whether the first member that is attached does: later ones choose among what it trains."""
         return self._attached[0].writes_base
 
+    @property
+    def needs_options(self) -> bool:
+        """Whether the last member, which trains, does."""
+        return self.methods[-1].needs_options
+
     def calibration_examples(self, total: int) -> int:
         """Returns the most that a member looks at."""
         return max(method.calibration_examples(total) for method in self._attached)
@@ -75,13 +83,15 @@ class Composition(Method):
         # What is learned belongs to the plain base, not to what an earlier member made of it.
         fingerprint = self._base_fingerprint
         calibration = CHOSEN_BEFORE if self._chosen_before else self._calibration
+        earlier: Method | None = None
         for method in self.methods:
             if isinstance(method, WholeTensors) and method is not self.methods[-1]:
                 candidates = method.narrow(model, candidates)
                 continue
+            method.earlier = earlier
             model = method.attach(model, candidates=candidates, calibration=calibration)
             method._base_fingerprint = fingerprint
-            candidates = frozenset(method.trained_parameters())
+            candidates, earlier = frozenset(method.trained_parameters()), method
         return model
 
     def check_arguments(self, arguments: TrainingArguments) -> None:
@@ -121,14 +131,24 @@ class Composition(Method):
             method.load_state_dict(own)
 
     def save(self, folder: str | Path) -> None:
-        """Lets each member write its own files, which do not collide: at most one of them is an adapter."""
-        for method in self._attached:
+        """Lets each member write its own files: at most one adapter, and one state of all that train in place."""
+        adapters, in_place = self._by_file()
+        for method in adapters:
             method.save(folder)
+        if in_place:
+            in_place[0].save(folder, followers=in_place[1:])
 
     def load(self, folder: str | Path) -> None:
         """Lets each member read its own files."""
-        for method in self._attached:
+        adapters, in_place = self._by_file()
+        for method in adapters:
             method.load(folder)
+        if in_place:
+            in_place[0].load(folder, followers=in_place[1:])
+
+    def _by_file(self) -> tuple[list[Method], list[InPlace]]:
+        in_place = [method for method in self._attached if isinstance(method, InPlace)]
+        return [method for method in self._attached if not isinstance(method, InPlace)], in_place
 
     def merge(self) -> nn.Module:
         """Detaches the members, the last one first."""
@@ -168,12 +188,26 @@ class Composition(Method):
 
 
 def _check_order(earlier: Method, later: Method) -> None:
+    if isinstance(earlier, WholeTensors) and earlier.takes_turns:
+        raise CapabilityError(
+            f"{later.name} cannot follow {earlier.name}, which before another method would name tensors once, so that "
+            "none would take turns",
+            where="method",
+            fix=f"method: [{{name: {later.name}}}, {{name: {earlier.name}}}], or top_layers or spectrum in its place",
+        )
     if isinstance(earlier, WholeTensors) or (later.narrows_added and earlier.kind == "adapter"):
         return
-    if earlier.kind == later.kind == "adapter":
+    if later.narrows_entries and isinstance(earlier, SelectedEntries) and not isinstance(earlier, ScheduledEntries):
+        return
+    if later.narrows_entries and isinstance(earlier, ScheduledEntries):
+        reason = f"{earlier.name} goes on choosing entries by their gradients, and {later.name} has none"
+    elif earlier.kind == later.kind == "adapter":
         reason = "the second adapter would wrap the modules of the first, and neither could be saved alone"
     else:
         reason = f"{later.name} chooses among the base's own weights, and {earlier.name} leaves none of them trainable"
     swapped = f"method: [{{name: {later.name}}}, {{name: {earlier.name}}}]"
-    fix = swapped if isinstance(later, WholeTensors) else "train with one of the two"
+    if later.narrows_entries and isinstance(earlier, ScheduledEntries):
+        fix = f"method: [{{name: fish}}, {{name: {later.name}}}], which chooses by gradients once, at the start"
+    else:
+        fix = swapped if isinstance(later, WholeTensors) else "train with one of the two"
     raise CapabilityError(f"{later.name} cannot follow {earlier.name}: {reason}", where="method", fix=fix)

@@ -123,6 +123,10 @@ class SelectedEntries(InPlace):
     def _after_step(self, optimizer: Optimizer) -> None:
         self._pool.write()
 
+    def write_values(self) -> None:
+        """Rounds the values of the chosen entries into the weights."""
+        self._pool.write()
+
     def touched(self) -> frozenset[str]:
         """Returns the names of the parameters in the scope."""
         return frozenset(self._pool.tensors)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
 from finetune.methods.base import MethodConfig
 from finetune.methods.low_rank_adapter import LowRankAdapter, LowRankAdapterConfig
+
+if TYPE_CHECKING:
+    from finetune.methods.primitives.shard_layer import LinearShards
 
 __all__ = ["ShardedAdapter", "ShardedAdapterConfig"]
 
@@ -49,8 +52,13 @@ class ShardedAdapter(LowRankAdapter):
         """Returns fields of the tuner's config that follow from this method's."""
         return {}
 
+    def write_values(self) -> None:
+        """Lets the layers forget the factors that they keep in evaluation."""
+        for layer in cast("list[LinearShards]", list(self._layers().values())):
+            layer.forget()
+
     def _chosen(self) -> tuple[str, ...]:
-        from finetune.methods.primitives.shard_layer import LinearShards, unused_shards
+        from finetune.methods.primitives.shard_layer import unused_shards
 
         unused, rows = unused_shards(cast("list[LinearShards]", list(self._layers().values())))
         dead = (f"{unused:,} of {rows:,} shards are used by no layer, and never train",) if unused else ()

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from finetune.data.task_template import NamedTemplate
 from finetune.data_selection.chat.config import ChatConfig
 
 __all__ = [
@@ -114,6 +115,11 @@ class DataSection(Section):
     format: DataFormat = Field(default="auto", description="Form of the rows; auto: found out by the columns.")
     columns: dict[str, str] = Field(default={}, description="Our column name -> the data's, where they differ.")
     system: str | None = Field(default=None, description="System message for conversations that have none.")
+    template: NamedTemplate = Field(
+        default=None,
+        description="Words for the rows of a labelled data set: the name of a shipped template (sst2, boolq, rte), "
+        "or {prompt: '{sentence} It was', label: label, answers: [' terrible', ' great']}.",
+    )
     chat_template: str = Field(
         default="tokenizer",
         description="tokenizer (the model's own), a name (`finetune ls templates`), or a .jinja path.",

@@ -36,6 +36,7 @@ __all__ = [
     "DELTA",
     "DELTA_CONFIG",
     "DELTA_TENSORS",
+    "FOLLOWERS",
     "INDEX",
     "LEFT",
     "TRAINING",
@@ -51,6 +52,8 @@ __all__ = [
 
 DELTA_CONFIG = "delta_config.json"
 DELTA_TENSORS = "delta.safetensors"
+FOLLOWERS = "followers"
+"""In the metadata: settings of methods that trained what this one chose."""
 VALUE, INDEX, BASE, DELTA, LEFT, TRAINING = ".value", ".index", ".base", ".delta", ".left", "training/"
 
 
@@ -102,8 +105,8 @@ def require_same_method(own: dict[str, Any], stored: dict[str, Any], folder: Pat
     Raises:
         CheckpointError: It does not; the error names the first field that differs.
     """
-    for field in ("method", "config", "base_fingerprint"):
-        if own[field] != stored.get(field):
+    for field in ("method", "config", FOLLOWERS, "base_fingerprint"):
+        if own.get(field) != stored.get(field):
             raise CheckpointError(
                 f"the learned state has another {field.replace('_', ' ')}",
                 where=str(folder),

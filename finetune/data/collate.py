@@ -28,8 +28,12 @@ class PaddingCollator:
         """Returns a batch.
 
         ``input_ids``, ``labels`` and, where a row is padded, ``attention_mask``: int64 (B, T). Where rows have a task,
-        ``tasks``: the names, one per row.
+        ``tasks``: the names, one per row. Where they have other answers, these are rows after the right one, and
+        ``options`` says how many rows each question has.
         """
+        options = [1 + len(row.get("other_input_ids", ())) for row in rows]
+        if max(options) > 1:
+            rows = [option for row in rows for option in _options(row)]
         longest = max(len(row["input_ids"]) for row in rows)
         batch: dict[str, Any] = {
             "input_ids": _padded([row["input_ids"] for row in rows], longest, self.pad_token_id),
@@ -39,6 +43,8 @@ class PaddingCollator:
             batch["attention_mask"] = _padded([[1] * len(row["input_ids"]) for row in rows], longest, 0)
         if "task" in rows[0]:
             batch["tasks"] = [row["task"] for row in rows]
+        if max(options) > 1:
+            batch["options"] = options
         return batch
 
 
@@ -63,6 +69,12 @@ class PackingCollator:
             "position_ids": torch.tensor(positions),
             "use_cache": False,
         }
+
+
+def _options(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns a question with each of its answers, the right one first."""
+    others = zip(row["other_input_ids"], row["other_labels"], strict=True)
+    return [row, *({**row, "input_ids": ids, "labels": labels} for ids, labels in others)]
 
 
 def _padded(rows: list[list[int]], longest: int, value: int) -> Tensor:

@@ -14,6 +14,7 @@ from finetune.data.files import read_rows
 from finetune.data.formats import COLUMNS, convert, detect
 from finetune.data.jsonlines import BadRowError
 from finetune.data.records import Conversation, DataSource, Dropped, Message
+from finetune.data.task_template import TaskTemplate
 
 __all__ = ["load_conversations"]
 
@@ -26,6 +27,7 @@ def load_conversations(
     format: str = "auto",
     columns: Mapping[str, str] | None = None,
     system: str | None = None,
+    template: TaskTemplate | None = None,
     on_error: Literal["fail", "skip"] = "fail",
     seed: int = 42,
 ) -> tuple[list[Conversation], list[Dropped]]:
@@ -36,6 +38,7 @@ def load_conversations(
         format: Form of the rows of sources that name none; ``auto`` goes by the columns of each row.
         columns: Our column name -> the data's, where they differ.
         system: System message of conversations that have none.
+        template: Puts rows of a labelled data set into words, before all else but ``columns``.
         on_error: Whether an unusable row ends the run or is counted and left out.
         seed: Seed of the mixture.
 
@@ -50,7 +53,7 @@ def load_conversations(
     conversations, dropped = [], []
     for source in sources:
         own_columns = source.columns if source.columns is not None else columns
-        rows, bad = _read(source, source.format or format, own_columns or {}, system)
+        rows, bad = _read(source, source.format or format, own_columns or {}, system, template)
         if bad and on_error == "fail":
             raise DataError.of([_problem(row, len(bad)) for row in bad[:_REPORTED]])
         if not rows:
@@ -63,7 +66,11 @@ def load_conversations(
 
 
 def _read(
-    source: DataSource, format_name: str, columns: Mapping[str, str], system: str | None
+    source: DataSource,
+    format_name: str,
+    columns: Mapping[str, str],
+    system: str | None,
+    template: TaskTemplate | None,
 ) -> tuple[list[Conversation], list[Dropped]]:
     if format_name not in ("auto", *COLUMNS):
         raise ConfigError(
@@ -79,6 +86,8 @@ def _read(
             if isinstance(row, BadRowError):
                 raise row
             named = {theirs.get(name, name): value for name, value in row.items()}
+            if template is not None:
+                named = template.words(named)
             row_of = _conversation(named, format_name, system, number, source.path, line)
             good.append(replace(row_of, task=row_of.own_task or source.task or Path(source.path).stem))
         except BadRowError as reason:

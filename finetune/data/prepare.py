@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.core.errors import DataError, list_choices
 from finetune.core.files import cache_folder, replaced_folder
+from finetune.data.choices import choices_problem, other_answers
 from finetune.data.inspect import mark_loss
 from finetune.data.load import load_conversations
 from finetune.data.packing import pack
 from finetune.data.records import Conversation, DataSource, Dropped
 from finetune.data.render import IGNORED, Encoded, LossOn, render_all, render_prompt
+from finetune.data.task_template import TaskTemplate
 
 if TYPE_CHECKING:
     import datasets
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["PreparedData", "Truncation", "check_dropped", "fit_length", "prepare_dataset", "split_eval"]
 
 Truncation = Literal["drop", "left", "right"]
+OTHER_ANSWERS = ("other_input_ids", "other_labels")
 _BATCH = 1000
+_REPORTED = 20
 _PROMPTS_CHECKED = 32
 _FORM = 1
 """Raised when what is cached changes its form."""
@@ -38,7 +42,7 @@ class PreparedData:
 
     Attributes:
         dataset: Columns ``input_ids``, ``labels``, ``length`` (tokens), ``documents`` (lengths) where packed, and
-            ``task`` where asked for.
+            ``task``, ``other_input_ids`` and ``other_labels`` (of a question's other answers) where asked for.
         dropped: Rows that are not used.
         examples: Examples, before packing.
         fingerprint: 16 hexadecimal digits over content, template, tokenizer and options.
@@ -97,6 +101,8 @@ def prepare_dataset(
     cache: bool = True,
     limit: int | None = None,
     tasks: bool = False,
+    template: TaskTemplate | None = None,
+    choices: bool = False,
 ) -> PreparedData:
     """Reads, renders, tokenises, truncates and packs.
 
@@ -118,16 +124,20 @@ def prepare_dataset(
         cache: Whether the result is kept in the user's cache folder.
         limit: Uses at most so many rows.
         tasks: Whether each example keeps its task; not with ``packing``, which puts several into a row.
+        template: Puts rows of a labelled data set into words.
+        choices: Whether each example comes with its question's other answers; not with ``packing``.
 
     Raises:
         DataError: Data, template or masks are unusable (P8, P10, P11).
     """
     conversations, unusable = load_conversations(
-        sources, format=format, columns=columns, system=system, on_error=on_error, seed=seed
+        sources, format=format, columns=columns, system=system, template=template, on_error=on_error, seed=seed
     )
     if tasks:
         _check_tasks(conversations, sources)
     conversations = conversations[:limit]
+    if choices and (problems := [found for row in conversations if (found := choices_problem(row))]):
+        raise DataError.of(problems[:_REPORTED])
     options: dict[str, Any] = {
         "loss_on": loss_on,
         "max_length": max_length,
@@ -136,12 +146,14 @@ def prepare_dataset(
     }
     if tasks:
         options["tasks"] = [row.task for row in conversations]
+    if choices:
+        options["choices"] = [row.extra["choices"] for row in conversations]
     fingerprint = _fingerprint(conversations, tokenizer, options)
     folder = cache_folder() / "data" / fingerprint
     stored = _read_cache(folder) if cache else None
     if stored is None:
         _check_prompts(conversations[:_PROMPTS_CHECKED], tokenizer)
-        stored = _tokenise(conversations, tokenizer, loss_on, max_length, truncation, tasks=tasks)
+        stored = _tokenise(conversations, tokenizer, loss_on, max_length, truncation, tasks=tasks, choices=choices)
         if cache:
             _write_cache(folder, stored)
     dataset, dropped, eos_share = stored
@@ -196,12 +208,14 @@ def _tokenise(
     truncation: Truncation,
     *,
     tasks: bool,
+    choices: bool,
 ) -> Stored:
     import datasets
     from rich.console import Console
     from rich.progress import track
 
-    columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "length": [], **({"task": []} if tasks else {})}
+    kept = ["input_ids", "labels", "length", *(["task"] if tasks else []), *(OTHER_ANSWERS if choices else [])]
+    columns: dict[str, list[Any]] = {name: [] for name in kept}
     dropped: list[Dropped] = []
     ended = 0
     starts = range(0, len(conversations), _BATCH)
@@ -209,6 +223,9 @@ def _tokenise(
         batch = conversations[start : start + _BATCH]
         for row, encoded in zip(batch, render_all(batch, tokenizer, loss_on=loss_on), strict=True):
             fitted, reason = fit_length(encoded, max_length, truncation)
+            others = render_all(other_answers(row), tokenizer, loss_on="last") if choices else []
+            fits = [fit_length(other, max_length, truncation) for other in others]
+            reason = reason or next((why for _, why in fits if why), "")
             if reason:
                 detail = f"{len(encoded.input_ids)} tokens"
                 dropped.append(Dropped(row.source, row.line, row.id, reason, detail))
@@ -218,10 +235,14 @@ def _tokenise(
                 columns["length"].append(len(fitted.input_ids))
                 if tasks:
                     columns["task"].append(row.task)
+                if choices:
+                    columns["other_input_ids"].append([other.input_ids for other, _ in fits])
+                    columns["other_labels"].append([other.labels for other, _ in fits])
                 ended += fitted.ends_with_eos
     # Schema is given so that a data set without rows has it too.
     tokens = datasets.List(datasets.Value("int32"))
     kinds = {"input_ids": tokens, "labels": tokens, "length": datasets.Value("int32"), "task": datasets.Value("string")}
+    kinds |= dict.fromkeys(OTHER_ANSWERS, datasets.List(tokens))
     features = datasets.Features({name: kinds[name] for name in columns})
     dataset = datasets.Dataset.from_dict(columns, features=features)
     return dataset, dropped, ended / max(1, len(dataset))

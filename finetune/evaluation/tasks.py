@@ -15,7 +15,7 @@ also have ``choices``, a list of texts of which one is the answer. Rows may have
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,8 +24,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from finetune.core.errors import ConfigError, DataError, Problem, list_choices, nearest
 from finetune.core.shipped import resolve_data_path, shipped_path, shipped_yaml
+from finetune.data.choices import choices_problem
 from finetune.data.load import load_conversations
 from finetune.data.records import Conversation
+from finetune.data.task_template import NamedTemplate
 from finetune.evaluation.results import evenly_spaced
 
 __all__ = ["LM_EVAL", "Task", "load_rows", "read_task"]
@@ -51,6 +53,7 @@ class Task(BaseModel):
     format: str = Field(default="auto", description="Format of the rows, as data.format.")
     columns: dict[str, str] = Field(default={}, description="Our column -> the file's, as data.columns.")
     system: str | None = Field(default=None, description="System message of rows that have none, as data.system.")
+    template: NamedTemplate = Field(default=None, description="Words for labelled rows, as data.template.")
     max_new_tokens: int | None = Field(default=None, ge=1, description="Limit of a generation; None: eval's.")
     task: str | None = Field(
         default=None, description="Which task of the training rows this is, for methods that route; None: its name."
@@ -162,7 +165,12 @@ def load_rows(task: Task, limit: int | None) -> list[Conversation]:
     """
     source = _Source(task.data, task.split)
     rows, _ = load_conversations(
-        [source], format=task.format, columns=task.columns, system=task.system, on_error="fail"
+        [source],
+        format=task.format,
+        columns=task.columns,
+        system=task.system,
+        template=task.template,
+        on_error="fail",
     )
     problems = [problem for row in rows if (problem := _row_problem(task, row))]
     if problems:
@@ -178,13 +186,4 @@ def _row_problem(task: Task, row: Conversation) -> Problem | None:
         return None
     if not row.messages or row.messages[-1].role != "assistant":
         return Problem("the row has no right answer", where, want="an assistant message at the end")
-    if task.kind == "choice":
-        choices = row.extra.get("choices")
-        if not isinstance(choices, Sequence) or isinstance(choices, str) or len(choices) < 2:
-            return Problem(
-                "the row has no choices", where, got=repr(choices), want="choices: a list of two or more texts"
-            )
-        if row.messages[-1].content not in choices:
-            got = row.messages[-1].content
-            return Problem("the answer is none of the choices", where, got=got, want=list_choices(map(str, choices)))
-    return None
+    return choices_problem(row) if task.kind == "choice" else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import CapabilityError, CheckpointError
-from finetune.core.learned_state import TRAINING, read_learned_state, write_learned_state
+from finetune.core.learned_state import read_learned_state, write_learned_state
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +32,8 @@ def export_log(run: Path, out: Path) -> None:
     """
     from finetune.core.files import replaced_folder
     from finetune.core.fingerprint import weights_digest
-    from finetune.core.learned_state import DELTA_CONFIG, LEFT, VALUE
-    from finetune.methods.estimator import DISTANCES
+    from finetune.core.learned_state import DELTA_CONFIG, FOLLOWERS, LEFT, VALUE
+    from finetune.methods.estimator import DECAYS, DISTANCES
     from finetune.models import load_model
     from finetune.models.tuned import base_of, state_folder
 
@@ -41,9 +41,10 @@ def export_log(run: Path, out: Path) -> None:
     tensors, metadata = read_learned_state(folder) if (folder / DELTA_CONFIG).is_file() else ({}, {})
     if DISTANCES not in tensors:
         raise CapabilityError("only a zeroth-order run has a log", where=str(run), want="a run of mezo or lozo")
-    if metadata.get("over_adapter"):
+    over = metadata["method"] if FOLLOWERS in metadata else metadata.get("over")
+    if over:
         raise CapabilityError(
-            "the run trained an adapter, which began with random numbers that no log holds",
+            f"the run trained what {over} added or chose, by random numbers or data that no log holds",
             where=str(run),
             fix="--to peft",
         )
@@ -53,7 +54,7 @@ def export_log(run: Path, out: Path) -> None:
     with replaced_folder(out) as beside:
         write_learned_state(
             beside,
-            {key: tensor for key, tensor in tensors.items() if key.startswith(TRAINING)},
+            {key: tensors[key] for key in (DISTANCES, DECAYS)},
             {**metadata, "base_model": base, BASE_HASH: weights_digest(model), _LEARNED_DTYPE: "+".join(learned)},
         )
 
@@ -76,7 +77,9 @@ def replay_log(model: Any, tensors: dict[str, torch.Tensor], metadata: dict[str,
             got=f"SHA-256 {found}",
             want=f"{metadata['base_model']}, SHA-256 {metadata[BASE_HASH]}",
         )
-    method = build_method({"name": metadata["method"], **metadata["config"]})
+    # Directions are numbered through the processes, so that one process makes those of all.
+    own = {"queries": tensors[DISTANCES].shape[1], "directions": "shared"}
+    method = build_method({"name": metadata["method"], **metadata["config"], **own})
     assert isinstance(method, Estimator)
     tuned = method.attach(model, candidates=metadata["scope"])
     dtype = "+".join({str(tensor.dtype).removeprefix("torch.") for tensor in method.learned_tensors().values()})

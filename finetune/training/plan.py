@@ -151,7 +151,7 @@ def make_plan(recipe: Recipe, *, meta: bool = False, limit: int | None = None) -
     arguments = _training_arguments(recipe, method)
     method.check_arguments(arguments)
     text_config = config.get_text_config()
-    train, calibration, evaluation = _prepare(recipe, tokenizer, text_config, limit, tasks=method.routes)
+    train, calibration, evaluation = _prepare(recipe, tokenizer, text_config, limit, method)
     _check_batches(train, arguments)
     asked = _asked(recipe, calibration, evaluation) if method.routes else {}
     method.name_tasks(train.tasks, asked=asked)
@@ -199,13 +199,14 @@ def make_plan(recipe: Recipe, *, meta: bool = False, limit: int | None = None) -
 
 
 def _prepare(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: Any, limit: int | None, *, tasks: bool
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: Any, limit: int | None, method: Method
 ) -> tuple[PreparedData, PreparedData, PreparedData | None]:
     """Returns the training, calibration and evaluation examples."""
     data = recipe.data
-    if tasks and data.packing:
+    if data.packing and (method.routes or method.needs_options):
+        apart = "rows apart by their task" if method.routes else "the options of a question apart"
         raise CapabilityError(
-            "the method tells rows apart by their task, and packing puts several examples into a row",
+            f"the method tells {apart}, and packing puts several examples into a row",
             where="data.packing",
             fix="data.packing: false",
         )
@@ -228,9 +229,11 @@ def _prepare(
         "seed": recipe.seed,
         "vocabulary_size": config.vocab_size,
         "cache": data.cache,
-        "tasks": tasks,
+        "tasks": method.routes,
+        "template": data.template,
+        "choices": method.needs_options,
     }
-    if tasks:
+    if method.routes:
         limit = None  # the first rows do not show which tasks there are
     train = prepare_dataset(data.train, tokenizer, packing=data.packing, limit=limit, **options)
     evaluation = None

@@ -18,7 +18,7 @@ from finetune.methods.callback import EarlyStop
 from finetune.report.model_card import write_model_card
 from finetune.report.page import write_report
 from finetune.report.plots import write_plots
-from finetune.report.say import say
+from finetune.report.say import say, say_log
 from finetune.training.checkpoint import check_identity, list_checkpoints
 from finetune.training.describe import describe_end, describe_plan, describe_record
 from finetune.training.estimate import estimate_plan
@@ -197,7 +197,8 @@ class _Run:
         # A cache of keys and values is of no use here, and it would keep packed documents from being kept apart.
         use_cache, config.use_cache = config.use_cache, False
         try:
-            trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
+            with say_log(self.console):
+                trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         except RuntimeError as error:
             # torch has a class for accelerators; the CPU's allocator raises the plain one.
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):

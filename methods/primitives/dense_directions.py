@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -44,7 +44,10 @@ class DenseDirections:
         limits: Largest magnitude of an entry that takes part, by name.
         stochastic: Whether updates of bfloat16 tensors round by chance.
         decays: Whether weight decay acts on the matrices among the tensors.
+        changed: Called when the tensors have new values, where the forward pass reads another copy of them.
     """
+
+    reads_only = False
 
     def __init__(
         self,
@@ -57,12 +60,13 @@ class DenseDirections:
         limits: Mapping[str, float] | None = None,
         stochastic: bool = False,
         decays: bool = True,
+        changed: Callable[[], None] | None = None,
     ) -> None:
         self.tensors = dict(tensors)
         self._numbers = direction_numbers(list(tensors))
         self._seed, self._noise, self._engine = seed, noise, engine
         self._limits = dict(limits or {})
-        self._stochastic, self._decays = stochastic, decays
+        self._stochastic, self._decays, self._changed = stochastic, decays, changed
         self.step = 0
         self._now: tuple[int, Tensor] | None = None
         self._own: dict[str, Tensor] = {}
@@ -87,10 +91,12 @@ class DenseDirections:
         self._now = (query, torch.tensor([scale], dtype=torch.float64, device=device))
         try:
             self._swap_in(self._resident, "resident")
+            self._tell()
             yield
         finally:
             self._swap_out(self._resident)
             self._now = None
+            self._tell()
 
     def move(self, distances: Tensor, *, decay: float = 1.0) -> None:
         """Adds ``sum_i distances[i] z_i`` to the weights, after decaying the matrices among them."""
@@ -106,6 +112,11 @@ class DenseDirections:
                 stochastic=self._stochastic and parameter.dtype == torch.bfloat16,
             )
         self.step += 1
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._changed is not None:
+            self._changed()
 
     def _key(self, query: int, name: str) -> int:
         return derive_key(self._seed, self.step, query, self._numbers[name])

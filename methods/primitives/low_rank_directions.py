@@ -76,20 +76,41 @@ class LowRankDirections:
         queries: Directions per step.
         rank: Of one direction.
         interval: Steps that V stays for.
+        momentum: Share of the last step's left factors that the next one keeps: ``M <- b M + (1 - b) d U``, M in place
+            of ``d U`` for a distance d (LOZO-M).
+
+    Attributes:
+        queries: Directions per step; a state that more processes made has more.
+        momenta: M of every layer, float32 (M, queries r); without momentum, none.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module], *, seed: int, queries: int, rank: int, interval: int) -> None:
+    reads_only = True
+
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Module],
+        *,
+        seed: int,
+        queries: int,
+        rank: int,
+        interval: int,
+        momentum: float = 0.0,
+    ) -> None:
         self.branches = {name: SideBranch(layer) for name, layer in layers.items()}
+        self._momentum = momentum
+        self.momenta: dict[str, Tensor] = {}
         self._numbers = direction_numbers(list(layers))
-        self._seed, self._queries, self._rank, self._interval = seed, queries, rank, interval
+        self._seed, self.queries, self._rank, self._interval = seed, queries, rank, interval
         self.step = 0
         self._drawn: tuple[int, dict[str, Tensor]] = (-1, {})
         self._open_interval()
+        if momentum:
+            self.momenta = {name: branch.left.clone() for name, branch in self.branches.items()}
 
     @property
     def columns(self) -> int:
         """Rank of what one interval learns: queries times rank."""
-        return self._queries * self._rank
+        return self.queries * self._rank
 
     def remove(self) -> None:
         """Makes the layers plain."""
@@ -112,13 +133,18 @@ class LowRankDirections:
 
     @torch.no_grad()
     def move(self, distances: Tensor, *, decay: float = 1.0) -> None:
-        """Adds ``sum_i distances[i] Z_i``; decay pulls what was learned towards nothing, which is the base."""
+        """Adds ``sum_i distances[i] Z_i``; decay pulls what was learned towards nothing, which is the base.
+
+        A step of no length, as one whose loss is not finite, moves nothing: momentum waits for the next.
+        """
         left = self._left_factors()
         along = distances.repeat_interleave(self._rank)
+        moves = not self.momenta or bool(distances.any())
         for name, branch in self.branches.items():
             if decay != 1.0:
                 branch.left.mul_(decay)
-            branch.left[:, -self.columns :].add_(left[name] * along)
+            if moves:
+                branch.left[:, -self.columns :].add_(self._smoothed(name, left[name] * along))
         self.step += 1
         if self.step % self._interval == 0:
             self._open_interval()
@@ -129,19 +155,29 @@ class LowRankDirections:
         return {name: (branch.widths[1], columns) for name, branch in self.branches.items()}
 
     @torch.no_grad()
-    def restore(self, left: Mapping[str, Tensor], steps: int) -> None:
-        """Goes to where ``steps`` steps have led, with the left factors that they came to."""
+    def restore(self, left: Mapping[str, Tensor], momenta: Mapping[str, Tensor], steps: int) -> None:
+        """Goes to where ``steps`` steps have led, with the left factors and momenta that they came to."""
         self.step = steps
+        self.momenta = {name: momenta[name].to(own, copy=True) for name, own in self.momenta.items()}
         for name, branch in self.branches.items():
             branch.left = left[name].to(branch.left)
             rights = [self._right_factor(name, branch, i) for i in range(steps // self._interval + 1)]
             branch.right = torch.cat(rights, 1)
 
+    def _smoothed(self, name: str, change: Tensor) -> Tensor:
+        if name not in self.momenta:
+            return change
+        return self.momenta[name].mul_(self._momentum).add_(change, alpha=1 - self._momentum)
+
     def _open_interval(self) -> None:
         for name, branch in self.branches.items():
             fresh = branch.left.new_zeros(branch.widths[1], self.columns)
             branch.left = torch.cat([branch.left, fresh], 1)
-            branch.right = torch.cat([branch.right, self._right_factor(name, branch, self.step // self._interval)], 1)
+            right = self._right_factor(name, branch, self.step // self._interval)
+            if name in self.momenta:
+                # The nearest of what the new V can express: M V^T ~ M' V'^T, and V'^T V' is near N times the identity.
+                self.momenta[name] = self.momenta[name] @ (branch.right[:, -self.columns :].t() @ right) / len(right)
+            branch.right = torch.cat([branch.right, right], 1)
 
     def _left_factors(self) -> dict[str, Tensor]:
         """Returns U / sqrt(r) of this step for every layer, float32 (M, queries r), drawn once per step."""
@@ -160,6 +196,6 @@ class LowRankDirections:
     def _signs(self, epoch: int, number: int, size: int, device: torch.device) -> Tensor:
         """Returns signs, float32 (size, queries r): a query has a key, a rank of it a row of the field."""
         column = torch.arange(size, dtype=torch.int32, device=device)
-        keys = [derive_key(self._seed, epoch, query, number) for query in range(self._queries)]
+        keys = [derive_key(self._seed, epoch, query, number) for query in range(self.queries)]
         rows = [noise_of_hash(hash_tile(*row_vectors(k, 0, self._rank, device), column), "rademacher") for k in keys]
         return torch.cat(rows).t().contiguous()

@@ -11,6 +11,7 @@ from finetune.core.errors import TrainingError
 __all__ = [
     "PROPOSALS_PER_ENTRY",
     "mean_over_processes",
+    "process_rank",
     "processes",
     "require_same_over_processes",
     "union_over_processes",
@@ -23,6 +24,11 @@ PROPOSALS_PER_ENTRY = 5
 def processes() -> int:
     """Returns how many processes train together; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def process_rank() -> int:
+    """Returns the number of this process among those that train together; 0 speaks for all."""
+    return dist.get_rank() if processes() > 1 else 0
 
 
 def mean_over_processes(tensor: Tensor) -> Tensor:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from finetune.core.errors import TrainingError
+from finetune.core.errors import CapabilityError, TrainingError
 from finetune.core.evaluation_mode import evaluation_mode
+from finetune.methods.primitives.process_group import mean_over_processes
 
-__all__ = ["PARAMETER", "Directions", "Estimate", "Losses", "ProjectedForward", "one_sided", "two_point"]
+__all__ = ["OPTIONS", "PARAMETER", "Directions", "Estimate", "Losses", "ProjectedForward", "one_sided", "two_point"]
 
 PARAMETER = "projected_gradient"
 """Name of the parameter in the model: one element per direction."""
+OPTIONS = "options"
+"""Key of a batch: how many rows each question has, of which the first is its right option (a list of int)."""
 
 Losses = Callable[[int, float], Tensor]
 """``loss_at(query, scale)``: the loss with the weights moved by ``scale`` along a direction; 0 leaves them."""
@@ -41,6 +47,8 @@ class Directions(Protocol):
 
     step: int
     """Optimizer steps taken: with the seed, the number that directions are made of."""
+    reads_only: bool
+    """Whether weights are only read, so that FSDP2 may have taken them apart."""
 
     def perturbed(self, query: int, scale: float) -> contextlib.AbstractContextManager[None]:
         """Returns the context in which a forward pass sees the weights moved along one of this step's directions."""
@@ -105,10 +113,17 @@ class ProjectedForward:
         model: Whose forward it takes over.
         directions: What moves the weights.
         estimate: Makes the estimate of losses.
+        objective: ``objective(model, batch)``: the number that is minimised; None: the loss that the model returns.
     """
 
-    def __init__(self, model: nn.Module, directions: Directions, estimate: Callable[[Losses], Estimate]) -> None:
-        self._model, self._directions, self._estimate = model, directions, estimate
+    def __init__(
+        self,
+        model: nn.Module,
+        directions: Directions,
+        estimate: Callable[[Losses], Estimate],
+        objective: Callable[..., Any] | None = None,
+    ) -> None:
+        self._model, self._directions, self._estimate, self._objective = model, directions, estimate, objective
         self._own = model.forward
         functools.update_wrapper(self, model.forward)  # trainers ask for the signature
         model.forward = self
@@ -119,10 +134,17 @@ class ProjectedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the model does, the loss being one whose backward delivers the slopes."""
+        if self._objective is not None and (torch.is_grad_enabled() or OPTIONS in kwargs):
+            # Trainers pass names; whatever else comes first is what the model's forward has first.
+            named = dict(zip(inspect.signature(self._own).parameters, args, strict=False))
+            return self._by_objective(self._objective, {**named, **kwargs})
         if not torch.is_grad_enabled():
             return self._own(*args, **kwargs)
         if kwargs.get("labels") is None:
             return self._without_loss(*args, **kwargs)
+        return self._by_loss(*args, **kwargs)
+
+    def _by_loss(self, *args: Any, **kwargs: Any) -> Any:
         kwargs["use_cache"] = False
         output: Any = None
 
@@ -132,13 +154,48 @@ class ProjectedForward:
                 output = self._own(*args, **kwargs)
             return _loss_of(output)
 
-        with torch.no_grad(), evaluation_mode(self._model):
-            found = self._estimate(loss_at)
-        loss = _DELIVER(self._model.get_parameter(PARAMETER), found.loss.float(), found.slopes)
+        loss = self._delivered(loss_at)
         if isinstance(output, tuple):
             return (loss, *output[1:])
         output["loss"] = loss
         return output
+
+    def _by_objective(self, objective: Callable[..., Any], batch: dict[str, Any]) -> dict[str, Tensor]:
+        """Returns the objective as the loss, or its value on held-out data where gradients are off.
+
+        A trainer that accumulates says how many labelled tokens all batches of the step have, and adds up: each counts
+        by its own.
+        """
+        total = batch.pop("num_items_in_batch", None)
+        share = 1.0 if total is None else float((batch["labels"] != -100).sum()) / float(total)
+        device = next(self._model.parameters()).device
+
+        def loss_at(query: int, scale: float) -> Tensor:
+            perturbed = self._directions.perturbed(query, scale) if scale else contextlib.nullcontext()
+            # Where the objective draws, both sides draw the same, and nobody else's draws change.
+            with perturbed, torch.random.fork_rng([device] if device.type == "cuda" else []):
+                torch.manual_seed(self._directions.step)
+                return share * _number(objective(self._model, dict(batch)), objective, device)
+
+        if torch.is_grad_enabled():
+            return {"loss": self._delivered(loss_at)}
+        with evaluation_mode(self._model):
+            return {"loss": loss_at(0, 0.0).float()}
+
+    def _delivered(self, loss_at: Losses) -> Tensor:
+        sharded = isinstance(self._model, FSDPModule)
+        if sharded and not self._directions.reads_only:
+            raise CapabilityError(
+                "the method moves weights, and FSDP2 has put shards in their place",
+                where=type(self._model).__name__,
+                want="whole weights on each process, or a method that only reads them",
+                fix="method.name: lozo, or DistributedDataParallel",
+            )
+        with torch.no_grad(), evaluation_mode(self._model):
+            found = self._estimate(loss_at)
+        # DDP averages gradients; FSDP2 leaves a parameter that it does not shard alone.
+        slopes = mean_over_processes(found.slopes) if sharded else found.slopes
+        return _DELIVER(self._model.get_parameter(PARAMETER), found.loss.float(), slopes)
 
     def _without_loss(self, *args: Any, **kwargs: Any) -> Any:
         if self._model.training:
@@ -154,6 +211,22 @@ class ProjectedForward:
 def _loss_of(output: Any) -> Tensor:
     loss = output[0] if isinstance(output, tuple) else output.get("loss")
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise TrainingError("the model returned no number as its loss", where="output.loss", got=got)
+        raise TrainingError("the model returned no number as its loss", where="output.loss", got=_described(loss))
     return loss.detach().reshape(())
+
+
+def _number(value: Any, objective: Callable[..., Any], device: torch.device) -> Tensor:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().double().reshape(())
+    if isinstance(value, numbers.Real):
+        return torch.tensor(float(value), dtype=torch.float64, device=device)
+    raise TrainingError(
+        "the objective returned no number",
+        where=f"method.objective {getattr(objective, '__qualname__', objective)}",
+        got=_described(value),
+        want="a float, or a tensor of one element, that is to be minimised",
+    )
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -156,8 +156,12 @@ class LinearShards(LowRankLayer):
 
     def train(self, mode: bool = True) -> LinearShards:
         """Forgets the factors that were kept: what trains is about to change, or has changed."""
-        self._laid_out.clear()
+        self.forget()
         return super().train(mode)
+
+    def forget(self) -> None:
+        """Drops the factors that were kept."""
+        self._laid_out.clear()
 
     def forward(self, x: Tensor, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any) -> Tensor:
         """Returns the base layer's output with the updates of the active adapters, or of each row's own adapter."""

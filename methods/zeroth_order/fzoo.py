@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,7 +12,7 @@ from finetune.methods.registry import register
 from finetune.methods.zeroth_order.mezo import Mezo, MezoConfig
 
 if TYPE_CHECKING:
-    from finetune.methods.primitives.projected_gradient import Estimate, Losses
+    from finetune.methods.primitives.projected_gradient import Estimate
 
 __all__ = ["Fzoo", "FzooConfig"]
 
@@ -43,7 +42,7 @@ class Fzoo(Mezo):
     Config: ClassVar[type[MethodConfig]] = FzooConfig
     config: FzooConfig
 
-    def _estimate(self) -> Callable[[Losses], Estimate]:
+    def _rule(self) -> Callable[..., Estimate]:
         from finetune.methods.primitives.projected_gradient import one_sided
 
-        return functools.partial(one_sided, queries=self.config.queries, eps=self.config.eps)
+        return one_sided

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from finetune.core.errors import CapabilityError, TargetError
-from finetune.core.learned_state import LEFT, require_same_shapes
+from finetune.core.learned_state import LEFT, TRAINING, require_same_shapes
 from finetune.methods.base import Kind, MethodConfig, MethodSummary
-from finetune.methods.estimator import DECAYS, Estimator, EstimatorConfig
+from finetune.methods.estimator import DECAYS, DISTANCES, Eps, Estimator, EstimatorConfig
 from finetune.methods.registry import register
 from finetune.methods.selected_entries import Scope
 
@@ -21,15 +21,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Lozo", "LozoConfig"]
 
+_MOMENTUM = f"{TRAINING}momentum/"
+
 
 class LozoConfig(EstimatorConfig):
     """How low-rank directions are made, and of which layers."""
 
-    eps: float = Field(
+    eps: Eps = Field(
         default=1e-2,
-        gt=0,
         description="Distance to the points at which the loss is measured. Directions of low rank bear 1e-2, which a "
-        "bfloat16 forward pass needs.",
+        "bfloat16 forward pass needs. auto: found out at the first step.",
+    )
+    directions: Literal["shared", "independent"] = Field(
+        default="independent",
+        description="Whether all processes measure along the same directions, each on its rows, or each along its own: "
+        "then a step has as many times the directions, and bears a larger learning rate.",
     )
     rank: int = Field(default=1, ge=1, description="Rank of one direction.")
     lazy_interval: int = Field(
@@ -37,6 +43,13 @@ class LozoConfig(EstimatorConfig):
         ge=1,
         description="Steps that share the right factors of their directions. What is learned gets this much of rank "
         "per interval: 20,000 steps of 50 make a rank of 400, so a long run takes a longer interval.",
+    )
+    momentum: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the last step that the next one keeps (LOZO-M): smoothed left factors, float32, one more "
+        "per layer. The optimizer's own momentum would mix up directions, and is switched off.",
     )
     scope: Scope = Field(default=Scope(), description="Weights of linear layers that move.")
 
@@ -72,9 +85,10 @@ class Lozo(Estimator):
         return LowRankDirections(
             self._layers(model, candidates),
             seed=self.config.seed,
-            queries=self.config.queries,
+            queries=self._per_step,
             rank=self.config.rank,
             interval=self.config.lazy_interval,
+            momentum=self.config.momentum,
         )
 
     def _layers(self, model: Any, candidates: frozenset[str]) -> dict[str, nn.Module]:
@@ -126,7 +140,7 @@ class Lozo(Estimator):
             total=self._total,
             trained_bytes=4 * trained,
             chosen=(
-                f"{moved:,} entries of {len(branches)} linear layers move along {self.config.queries} direction(s) of "
+                f"{moved:,} entries of {len(branches)} linear layers move along {self._per_step} direction(s) of "
                 f"rank {self.config.rank}",
                 f"the optimizer holds {self._distance.numel()} number(s), the projected gradient",
             ),
@@ -137,19 +151,23 @@ class Lozo(Estimator):
         return {**super().metadata(), "scope": sorted(self._directions.branches)}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns ``NAME.left``, float32 (out_features, rank so far), per layer, and the log."""
-        return {**self.learned_tensors(), **super().state_dict()}
+        """Returns ``NAME.left``, float32 (out_features, rank so far), per layer, the log, and momenta."""
+        momenta = {f"{_MOMENTUM}{name}": tensor for name, tensor in self._directions.momenta.items()}
+        return {**self.learned_tensors(), **super().state_dict(), **momenta}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restores the left factors and the log, and makes the right factors; strict."""
+        """Restores the left factors, the log and momenta, and makes the right factors; strict."""
         import torch
 
         super().load_state_dict(state)
-        steps = len(state[DECAYS])
+        steps, self._directions.queries = len(state[DECAYS]), state[DISTANCES].shape[1]
         shapes = self._directions.shapes(steps)
         own = {f"{name}{LEFT}": torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        require_same_shapes(own, {key: tensor for key, tensor in state.items() if key.endswith(LEFT)})
-        self._directions.restore({name: state[f"{name}{LEFT}"] for name in shapes}, steps)
+        own |= {f"{_MOMENTUM}{name}": tensor for name, tensor in self._directions.momenta.items()}
+        found = {key: tensor for key, tensor in state.items() if key.endswith(LEFT) or key.startswith(_MOMENTUM)}
+        require_same_shapes(own, found)
+        momenta = {name: state[f"{_MOMENTUM}{name}"] for name in self._directions.momenta}
+        self._directions.restore({name: state[f"{name}{LEFT}"] for name in shapes}, momenta, steps)
 
     def export_adapter(self, folder: str | Path) -> None:
         """Writes what was learned as a stock LoRA adapter of the rank that all intervals add up to."""

@@ -54,7 +54,7 @@ class MezoConfig(EstimatorConfig):
 
 @register("mezo")
 class Mezo(Estimator):
-    """Trains whole tensors, or the adapter of an earlier method, by the slope along a direction of all their entries.
+    """Trains whole tensors, or what an earlier method added or chose, by the slope along a direction of all entries.
 
     ``g = (L(W + eps z) - L(W - eps z)) / 2 eps;  W <- W - lr g z`` (MeZO, algorithm 1), with the optimizer's rule in
     place of ``lr g``. Memory: float32 weights, a buffer of the largest transformer block and of what lies outside the
@@ -67,6 +67,7 @@ class Mezo(Estimator):
     paper: ClassVar[str] = "arXiv 2305.17333"
     kind: ClassVar[Kind] = "subset"
     narrows_added: ClassVar[bool] = True
+    narrows_entries: ClassVar[bool] = True
     Config: ClassVar[type[MethodConfig]] = MezoConfig
     config: MezoConfig
 
@@ -76,8 +77,6 @@ class Mezo(Estimator):
 
         self._tensors = {name: p for name, p in model.named_parameters() if name in candidates}
         self._base_dtypes = {name: parameter.dtype for name, parameter in self._tensors.items()}
-        # What an adapter added is restored by the adapter's own state.
-        self._over_adapter = hasattr(model, "active_peft_config")
         self._check(self._tensors)
         self._autocast = None
         if self.config.trainable_dtype == "float32" and (narrow := widen(self._tensors.values())) is not None:
@@ -87,10 +86,11 @@ class Mezo(Estimator):
             self._tensors,
             seed=self.config.seed,
             noise=self.config.noise,
-            engine="copy" if self._over_adapter and self.config.engine == "onthefly" else self.config.engine,
+            engine="copy" if self.earlier and self.config.engine == "onthefly" else self.config.engine,
             limits=self._limits(),
             stochastic=True,
-            decays=not self._over_adapter,
+            decays=self.earlier is None,
+            changed=self.earlier.write_values if self.earlier else None,
         )
 
     def _limits(self) -> dict[str, float]:
@@ -137,18 +137,22 @@ class Mezo(Estimator):
             total=self._total,
             trained_bytes=sum(p.numel() * p.element_size() for p in tensors),
             chosen=(
-                f"{len(tensors)} tensors move along {self.config.queries} {self.config.noise} direction(s) per step",
+                f"{len(tensors)} tensors move along {self._per_step} {self.config.noise} direction(s) per step",
                 f"the optimizer holds {self._distance.numel()} number(s), the projected gradient",
             ),
         )
 
     def metadata(self) -> dict[str, Any]:
         """Returns the metadata with the names of what trains, which say the number of each tensor in the noise."""
-        return {**super().metadata(), "scope": sorted(self._tensors), "over_adapter": self._over_adapter}
+        return {
+            **super().metadata(),
+            "scope": sorted(self._tensors),
+            "over": self.earlier.name if self.earlier else None,
+        }
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns ``NAME.value`` per trained tensor, unless an adapter saves them, and the log."""
-        own = {} if self._over_adapter else {f"{name}{VALUE}": t for name, t in self.learned_tensors().items()}
+        """Returns ``NAME.value`` per trained tensor, unless an earlier method saves them, and the log."""
+        own = {} if self.earlier else {f"{name}{VALUE}": t for name, t in self.learned_tensors().items()}
         return {**own, **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -156,7 +160,7 @@ class Mezo(Estimator):
         import torch
 
         super().load_state_dict(state)
-        if self._over_adapter:
+        if self.earlier:
             return
         own = {f"{name}{VALUE}": tensor for name, tensor in self.learned_tensors().items()}
         require_same_shapes(own, {key: tensor for key, tensor in state.items() if key.endswith(VALUE)})

@@ -42,6 +42,7 @@ class SparseMezo(Mezo):
     paper: ClassVar[str] = "arXiv 2402.15751"
     # An adapter begins with zeros, which have no large entries and no small ones.
     narrows_added: ClassVar[bool] = False
+    narrows_entries: ClassVar[bool] = False
     Config: ClassVar[type[MethodConfig]] = SparseMezoConfig
     config: SparseMezoConfig
 

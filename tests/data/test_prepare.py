@@ -89,7 +89,7 @@ def test_the_prompt_is_the_start_of_the_training_example_for_every_template() ->
         assert encoded.input_ids[: len(prompt)] == prompt, name
         assert all(label == IGNORED for label in encoded.labels[: len(prompt)])
         assert encoded.labels[len(prompt)] == encoded.input_ids[len(prompt)], name
-        assert encoded.ends_with_eos, name
+        assert encoded.ends_with_eos == (name != "plain"), name  # a word of several goes on as any text does
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from finetune.methods.primitives.hash_noise import (
+    _mix,
+    _mix_integer,
     derive_key,
     hash_integers,
     hash_tile,
@@ -35,6 +37,12 @@ def test_keys_are_those_of_the_specification() -> None:
     assert derive_key(42, 0, 0, 0) == 0xC16129ECD0DC5B93
     assert derive_key(42, 0, 0, 1) == 0x6BD1868732F4640C
     assert derive_key(42, 1, 0, 3) == 0xF475F3A10120426A
+
+
+def test_the_mixer_is_that_of_the_specification() -> None:
+    given, expected = [0, 1, -1], [0, 0x688990C0, 0x6768824A]
+    assert unsigned(_mix(torch.tensor(given, dtype=torch.int32))) == expected
+    assert [_mix_integer(value & 0xFFFFFFFF) for value in given] == expected
 
 
 def test_hashes_are_those_of_the_specification() -> None:

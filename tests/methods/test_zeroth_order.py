@@ -334,6 +334,67 @@ class TestWhatMoves:
         assert torch.equal(out, field(derive_key(1), 6, 9).float())
 
 
+class TestMomentum:
+    """LOZO-M: momentum over the left factors, carried over to a new right factor."""
+
+    def test_it_is_the_dense_recursion_within_an_interval(self) -> None:
+        beta, distances = 0.6, [0.5, -0.2, 0.1]
+        method = finetune.method("lozo", momentum=beta, rank=2)
+        method.attach(tiny_llama())
+        directions = method._directions
+        dense = {name: torch.zeros(b.widths[1], b.widths[0]) for name, b in directions.branches.items()}
+        smooth = {name: tensor.clone() for name, tensor in dense.items()}
+        for distance in distances:
+            for name, branch in directions.branches.items():
+                z = directions._left_factors()[name] @ branch.right.t()
+                smooth[name] = beta * smooth[name] + (1 - beta) * distance * z
+                dense[name] += smooth[name]
+            directions.move(torch.tensor([distance]))
+        for name, branch in directions.branches.items():
+            torch.testing.assert_close(branch.left @ branch.right.t(), dense[name])
+
+    def test_a_new_right_factor_gets_what_it_can_express(self) -> None:
+        method = finetune.method("lozo", momentum=0.5, lazy_interval=1)
+        method.attach(tiny_llama())
+        directions = method._directions
+        name, branch = next(iter(directions.branches.items()))
+        u, v = directions._left_factors()[name][:, 0], branch.right[:, -1]
+        directions.move(torch.tensor([2.0]))
+        # (1 - 0.5) * 2 u, times the cosine of the old and the new v: signs, of norm sqrt(n).
+        cosine = v @ branch.right[:, -1] / len(v)
+        torch.testing.assert_close(directions.momenta[name][:, 0], u * cosine)
+
+    def test_a_step_of_no_length_moves_nothing(self) -> None:
+        method = finetune.method("lozo", momentum=0.9)
+        method.attach(tiny_llama())
+        method._directions.move(torch.ones(1))
+        before = {key: tensor.clone() for key, tensor in method.state_dict().items()}
+        method._directions.move(torch.zeros(1))
+        assert all(torch.equal(tensor, before[key]) for key, tensor in method.state_dict().items())
+
+    @pytest.mark.parametrize("taken", [3, 4])
+    def test_it_goes_on_from_a_state_and_from_the_log(self, taken: int, tmp_path: Path) -> None:
+        config: dict[str, Any] = {"momentum": 0.9, "lazy_interval": 4}
+        method = finetune.method("lozo", **config)
+        model = method.attach(tiny_llama())
+        steps(method, model, taken, lr=1e-2)
+        method.save(tmp_path)
+        log = method.state_dict()
+        replayed = finetune.method("lozo", **config)
+        replayed.attach(tiny_llama())
+        replayed.replay(log["training/distances"], log["training/decays"])
+        resumed = finetune.method("lozo", **config)
+        resumed.attach(tiny_llama())
+        resumed.load(tmp_path)
+        for one in (method, replayed, resumed):
+            steps(one, one.model, 3, lr=1e-2)
+        expected = method.state_dict()
+        for one in (replayed, resumed):
+            found = one.state_dict()
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
 class TestPrecision:
     """The policy for 16-bit weights: spec, section 3.2 and invariant 16."""
 
@@ -384,6 +445,17 @@ class TestRefusals:
         model.hf_device_map = {"model.embed_tokens": 0, "model.layers": "cpu"}
         with pytest.raises(CapabilityError, match="accelerate keeps parts of the model elsewhere"):
             finetune.method("lozo").attach(model)
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_a_model_under_accelerates_hooks(self, name: str, tmp_path: Path) -> None:
+        from accelerate import cpu_offload, disk_offload
+
+        for offload, options in ((cpu_offload, {}), (disk_offload, {"offload_dir": str(tmp_path)})):
+            model = tiny_llama(tied=False)
+            offload(model, execution_device="cpu", **options)  # type: ignore[operator]
+            with pytest.raises(CapabilityError, match="accelerate keeps parts of the model elsewhere") as caught:
+                finetune.method(name).attach(model)
+            assert "meta" in caught.value.got
 
     def test_a_training_pass_without_labels(self) -> None:
         model = finetune.method("lozo").attach(tiny_llama())
@@ -492,7 +564,7 @@ class TestLog:
         method = build_method([{"name": "lora", "r": 2}, {"name": "mezo"}])
         method.attach(tiny_llama())
         method.save(tmp_path / "adapter")
-        with pytest.raises(CapabilityError, match="began with random numbers"):
+        with pytest.raises(CapabilityError, match="what lora added or chose"):
             export_run(tmp_path / "adapter", tmp_path / "log", "zo-log")
         other = finetune.method("top_layers")
         other.attach(tiny_llama())

@@ -10,9 +10,9 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import finetune
-from finetune.core.errors import CapabilityError
+from finetune.core.errors import CapabilityError, TrainingError
 from finetune.methods import build_method
-from support.processes import one_and_two_processes
+from support.processes import one_and_two_processes, run_script
 from support.tiny import tiny_llama, token_batch
 
 NAMES = ("mezo", "lozo")
@@ -81,20 +81,19 @@ def test_accumulating_two_batches_is_one_of_twice_the_size(name: str, tmp_path: 
     torch.testing.assert_close(found[0], found[1], atol=2e-6, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("name", "config"), [("mezo", {}), ("lozo", {"lazy_interval": 4})])
-@pytest.mark.parametrize("stop", [1, 5])
-def test_it_goes_on_from_any_step_as_if_never_stopped(
-    name: str, config: dict[str, Any], stop: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("name", "config"), [("mezo", {}), ("lozo", {"lazy_interval": 4, "momentum": 0.9})])
+def test_it_goes_on_from_any_step_as_if_never_stopped(name: str, config: dict[str, Any], tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 2, "lr_scheduler_type": "linear"}
     whole = finetune.method(name, **config)
     trainer(tmp_path, whole, gradient_accumulation_steps=2, **options)[0].train()
-    resumed = finetune.method(name, **config)
-    again, _ = trainer(tmp_path, resumed, gradient_accumulation_steps=2, **options)
-    again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop}"))
-    expected, found = state(whole), state(resumed)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    expected = state(whole)
+    for stop in range(1, 6):
+        resumed = finetune.method(name, **config)
+        again, _ = trainer(tmp_path, resumed, gradient_accumulation_steps=2, **options)
+        again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop}"))
+        found = state(resumed)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items()), stop
 
 
 def test_an_adapter_goes_on_too(tmp_path: Path) -> None:
@@ -127,6 +126,14 @@ def test_a_gradient_scaler_is_refused(tmp_path: Path) -> None:
         training.train()
 
 
+def test_deepspeed_is_refused(tmp_path: Path) -> None:
+    method = finetune.method("mezo")
+    training, _ = trainer(tmp_path, method)
+    training.args.deepspeed = {"zero_optimization": {"stage": 2}}
+    with pytest.raises(CapabilityError, match="no optimizer state that DeepSpeed could shard"):
+        method.check_arguments(training.args)
+
+
 TWO_PROCESSES = """
 import sys
 import torch, torch.distributed
@@ -136,7 +143,7 @@ from support.distributed import distributed, own_rows, save_results
 from support.tiny import tiny_llama
 
 results = {}
-for name, config in {"mezo": {"queries": 2}, "lozo": {"lazy_interval": 7}}.items():
+for name, config in {"mezo": {"queries": 2}, "lozo": {"lazy_interval": 7, "directions": "shared"}}.items():
     method = finetune.method(name, **config)
     model = method.attach(tiny_llama())
     sent, wrapped = [], model
@@ -178,3 +185,116 @@ def test_two_processes_exchange_slopes_only_and_stay_equal_to_the_bit(tmp_path: 
         for key, tensor in one[name]["state"].items():
             # The mean of two means, in another order: differences of losses are good to 5e-4 at eps = 1e-3.
             torch.testing.assert_close(two[name]["state"][key], tensor, atol=2e-4, rtol=1e-2)
+
+
+INDEPENDENT = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import finetune
+from support.distributed import rank, save_results
+from support.tiny import tiny_llama, token_batch
+
+results = {}
+for name, config in {"mezo": {"directions": "independent", "queries": 2}, "lozo": {"lazy_interval": 8}}.items():
+    method = finetune.method(name, **config)
+    model = method.attach(tiny_llama())
+    wrapped, sent = DistributedDataParallel(model), []
+    def count(state, bucket):
+        sent.append(bucket.buffer().numel() * bucket.buffer().element_size())
+        work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()
+        return work.then(lambda done: done.value()[0])
+    wrapped.register_comm_hook(None, count)
+    optimizer = torch.optim.SGD(method.trained_parameters().values(), lr=1e-3)
+    for step in range(20):
+        mine = token_batch(8, 10, seed=step)[2 * rank : 2 * rank + 2]
+        wrapped(input_ids=mine, labels=mine).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = method.state_dict()
+    flat = torch.cat([tensor.double().flatten() for _, tensor in sorted(state.items())])
+    every = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, flat)
+    results[name] = {"state": state, "equal": all(torch.equal(one, flat) for one in every), "sent": sent}
+    before = {key: tensor.clone() for key, tensor in method.learned_tensors().items()}
+    # One process's loss is not finite: none of them moves.
+    (wrapped(input_ids=mine, labels=mine).loss * (float("nan") if rank == 1 else 1.0)).backward()
+    optimizer.step()
+    still = torch.tensor(all(torch.equal(t, before[key]) for key, t in method.learned_tensors().items()))
+    dist.all_reduce(still, dist.ReduceOp.MIN)
+    results[name]["still"] = bool(still)
+save_results(results)
+"""
+
+
+@pytest.mark.multi_process
+@pytest.mark.parametrize("processes", [2, 4])
+def test_directions_of_each_process_stay_equal_to_the_bit_and_replay_on_one(processes: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(INDEPENDENT)
+    run_script(script, tmp_path / "out.pt", processes=processes)
+    results = torch.load(tmp_path / "out.pt")
+    for name, own in (("mezo", 2), ("lozo", 1)):
+        found, total = results[name], own * processes
+        assert found["equal"]
+        assert found["still"]
+        assert found["sent"][:20] == [4 * total] * 20  # bytes: at most 64 a step
+        distances = found["state"]["training/distances"]
+        # One process measures along each direction on the rows of the process whose direction it is.
+        config = {"directions": "shared", "queries": total}
+        method = finetune.method(name, **config, **({"lazy_interval": 8} if name == "lozo" else {}))
+        model = method.attach(tiny_llama()).eval()
+        expected = []
+        for query in range(total):
+            rank = query // own
+            rows = token_batch(8, 10, seed=0)[2 * rank : 2 * rank + 2]
+            losses = []
+            for scale in (method.config.eps, -method.config.eps):
+                with torch.no_grad(), method._directions.perturbed(query, scale):
+                    losses.append(model(input_ids=rows, labels=rows).loss.item())
+            expected.append(-1e-3 * (losses[0] - losses[1]) / (2 * method.config.eps) / total)
+        torch.testing.assert_close(distances[0], torch.tensor(expected), atol=1e-6, rtol=1e-3)
+        method.replay(distances, found["state"]["training/decays"])
+        assert all(torch.equal(tensor, found["state"][key]) for key, tensor in method.state_dict().items())
+        loaded = finetune.method(name, **({"lazy_interval": 8} if name == "lozo" else {}))
+        loaded.attach(tiny_llama())
+        loaded.load_state_dict(found["state"])
+        learned = method.learned_tensors()
+        assert all(torch.equal(tensor, learned[key]) for key, tensor in loaded.learned_tensors().items())
+        with pytest.raises(TrainingError, match="another number of processes"):
+            torch.optim.SGD(loaded.trained_parameters().values(), lr=1e-3).step()
+
+
+ON_SHARDS = """
+import torch
+import finetune
+from finetune.core.errors import CapabilityError
+from support.distributed import own_rows, save_results, shard
+from support.tiny import tiny_llama
+
+method = finetune.method("lozo", lazy_interval=3, directions="shared")
+model = method.attach(tiny_llama())
+shard(model, model.model.layers, ignored_params={model.projected_gradient})
+optimizer = torch.optim.SGD(method.trained_parameters().values(), lr=1e-3)
+for step in range(8):
+    mine = own_rows(step)
+    model(input_ids=mine, labels=mine).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+moves = finetune.method("mezo").attach(tiny_llama())
+shard(moves, moves.model.layers, ignored_params={moves.projected_gradient})
+try:
+    moves(input_ids=mine, labels=mine)
+    refused = ""
+except CapabilityError as error:
+    refused = str(error)
+save_results({"state": method.state_dict(), "refused": refused})
+"""
+
+
+@pytest.mark.multi_process
+def test_weights_that_are_only_read_may_be_sharded(tmp_path: Path) -> None:
+    one, two = one_and_two_processes(tmp_path, ON_SHARDS)
+    assert two["state"].keys() == one["state"].keys()
+    for key, tensor in one["state"].items():
+        torch.testing.assert_close(two["state"][key], tensor, atol=2e-4, rtol=1e-2)
+    assert "FSDP2 has put shards in their place" in two["refused"]

@@ -23,6 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "freeze": {"train": ["layers:0", "model.layers.1.mlp.up_proj.weight[8:24]", "norm"], "freeze": ["**.k_proj"]},
     "id3": {"accumulation": "exact"},
     "lora": {"r": 4, "target_modules": "all-linear"},
+    "lozo": {"directions": "shared"},
     "mhr": {"tasks": ["one"], "r": 2, "n_skills": 3, "n_splits": 2},
     "miss": {"r": 4},
     "mos": {"r": 3, "equiv_rank": 2, "private_rank": 1, "num_shards": 2},

@@ -24,7 +24,8 @@ METHODS = {
     "full": "{name: full}",
     "id3": "{name: id3, budget: 0.02}",  # killed in the middle of the schedule
     "spiel": "{name: spiel, budget: 0.02, every: 6, gradient_steps: 3}",
-    "lozo": "{name: lozo, lazy_interval: 7}",
+    "lozo": "{name: lozo, lazy_interval: 7, momentum: 0.9, eps: auto}",
+    "masked_mezo": "[{name: magnitude, budget: 0.05}, {name: mezo, queries: 2}]",
 }
 STEPS = 24
 
