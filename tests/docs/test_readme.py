@@ -43,6 +43,14 @@ def test_the_python_of_the_page_on_zeroth_order_methods_runs() -> None:
     assert names["method"].summary().name == "lozo"
 
 
+def test_the_python_of_the_page_on_offloading_runs(tmp_path: Path) -> None:
+    names = {"MODEL": str(save_tiny_model(tmp_path / "model"))}
+    exec(blocks("docs/offload.md"), names)
+    assert names["model"](token_batch(1, 4)).logits.isfinite().all()
+    assert names["streamer"].traffic().bytes > 0
+    names["streamer"].remove()
+
+
 def test_the_method_in_the_docs_is_complete() -> None:
     import finetune
     from finetune.methods import METHODS
