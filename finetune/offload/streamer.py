@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -178,12 +179,16 @@ class _Passes:
     """A block's forward that knows whether it runs for the first time."""
 
     def __init__(self, streamer: BlockStreamer, number: int, own: Callable[..., Any]) -> None:
-        self._streamer, self._number, self._own, self._again = streamer, number, own, False
+        self._streamer, self._number, self._own = streamer, number, own
+        self._first: Context | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._streamer.enter(self._number, again=self._again)
-        self._again = True
-        return self._own(*args, **kwargs)
+        self._streamer.enter(self._number, again=self._first is not None)
+        if self._first is None:
+            # What layers ask of the pass that they are in (the task of each row, say) holds when it is repeated.
+            self._first = copy_context()
+            return self._own(*args, **kwargs)
+        return self._first.run(self._own, *args, **kwargs)
 
 
 def _layout(name: str, block: nn.Module) -> list[_Streamed]:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import finetune
 from finetune.core.errors import CapabilityError, ConfigError, FinetuneError
+from finetune.methods import build_method
 from finetune.offload import BlockStreamer, load_streamed
 from finetune.offload.blocks import find_blocks
 from support.tiny import (
@@ -123,13 +124,29 @@ def test_only_the_slots_are_in_memory(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_zeroth_order_steps_are_those_of_the_resident_model(folder: Path, source: Literal["disk", "mmap"]) -> None:
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"name": "lozo", "eps": 1e-2},
+        [{"name": "lora", "r": 4}, {"name": "mezo"}],
+        {"name": "lora", "r": 4},
+        {"name": "mos", "r": 4, "equiv_rank": 2, "private_rank": 1, "num_shards": 2},
+        {"name": "mosa", "r": 4, "n_experts": 2},
+        {"name": "s2ft", "ratio": 0.2, "form": "delta"},
+    ],
+    ids=["lozo", "lora+mezo", "lora", "mos", "mosa", "s2ft"],
+)
+def test_what_methods_learn_beside_the_weights_is_that_of_the_resident_model(
+    folder: Path, section: Any, source: Literal["disk", "mmap"]
+) -> None:
     def learned(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        method = finetune.method("lozo", eps=1e-2)
+        torch.manual_seed(0)
+        method = build_method(section)
         tuned: Any = method.attach(model)
-        optimizer = torch.optim.SGD(method.trained_parameters().values(), lr=1e-3)
+        tuned.train()
+        optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-3, betas=(0.0, 0.99))
         for number in range(4):
-            tuned(**batch(seed=number)).loss.backward()
+            tuned(**batch(seed=number), use_cache=False).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         return method.state_dict()
