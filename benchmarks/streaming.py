@@ -28,8 +28,8 @@ from typing import Any, Literal
 
 import torch
 from claims import Claim, argument_parser, report
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from random_model import VOCABULARY, write_model
+from transformers import AutoModelForCausalLM
 
 import finetune
 from finetune.offload import BlockStreamer, load_streamed
@@ -42,48 +42,13 @@ _EPOCH = 0.005
 """Seconds between two looks at the memory."""
 
 
-def write_model(folder: Path, *, layers: int, width: int) -> int:
-    """Writes a random Llama in bfloat16, block by block, and returns the bytes of its weights."""
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=width,
-        intermediate_size=11 * width // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 256,
-        tie_word_embeddings=True,
-    )
-    config.save_pretrained(folder)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    names: dict[str, str] = {}
-    parts: dict[str, dict[str, torch.Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        part = name.split(".")[2] if ".layers." in name else "rest"
-        parts.setdefault(part, {})[name] = parameter
-    total = 0
-    for part, shapes in parts.items():
-        file = f"model-{part}.safetensors"
-        tensors = {
-            name: torch.ones(shape.shape, dtype=torch.bfloat16)
-            if shape.ndim == 1
-            else torch.randn(shape.shape).mul_(0.02).bfloat16()
-            for name, shape in shapes.items()
-        }
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        names |= dict.fromkeys(tensors, file)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    return total
-
-
 def step_of(method_name: str, model: Any, rows: int, length: int) -> Callable[[], None]:
     """Returns a training step of a method on random tokens."""
     method = finetune.method(method_name, **METHODS[method_name])
     tuned: Any = method.attach(model)
     tuned.train()
     optimizer = torch.optim.SGD(method.trained_parameters().values(), lr=1e-4)
-    ids = torch.randint(0, 4096, (rows, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(0))
 
     def step() -> None:
         tuned(input_ids=ids, labels=ids, use_cache=False).loss.backward()
