@@ -269,6 +269,10 @@ class Method(ABC):
         """Returns which trained parameters rightly have no gradient after this step's backward passes."""
         return frozenset()
 
+    def averages(self) -> frozenset[str]:
+        """Returns whose gradients the method itself averages over processes that share a model by FSDP2."""
+        return frozenset()
+
     def write_values(self) -> None:  # noqa: B027 - most methods train what the forward pass reads
         """Makes the forward pass see the values of the trained parameters, where others than the optimizer set them."""
 

@@ -107,6 +107,10 @@ class Composition(Method):
         """Returns what the last member says, which is what trains."""
         return self.methods[-1].at_rest()
 
+    def averages(self) -> frozenset[str]:
+        """Returns what the last member says, which is what trains."""
+        return self.methods[-1].averages()
+
     def touched(self) -> frozenset[str]:
         """Returns what any member may change."""
         return frozenset().union(*(method.touched() for method in self._attached))

@@ -262,6 +262,14 @@ class Estimator(InPlace):
         digest = hashlib.sha256(weights.encode() + gradient.cpu().numpy().tobytes()).digest()
         require_same_over_processes(digest[:16], "weights and slopes", gradient.device)
 
+    def averages(self) -> frozenset[str]:
+        """Returns the name of the slopes where FSDP2 has sharded the model."""
+        from torch.distributed.fsdp import FSDPModule
+
+        from finetune.methods.primitives.projected_gradient import PARAMETER
+
+        return frozenset({PARAMETER}) if isinstance(self.model, FSDPModule) else frozenset()
+
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the log of the run; a subclass adds what the steps came to."""
         import torch

@@ -102,12 +102,12 @@ class ScheduledTensors(WholeTensors):
             self.active_blocks(0)  # refuses what the model has not
         wide = self.config.trainable_dtype == "float32"
         self._active: ActiveTensors = ActiveTensors(
-            model, self._tensors, self.active, wide=wide, rest=self.config.state
+            model, self._names, self.active, wide=wide, rest=self.config.state
         )
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Returns every parameter that will ever train: optimizers are built over all of them."""
-        return dict(self._tensors)
+        return self._tensors
 
     def trained_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns name and shape of what trains at the first step."""
@@ -115,7 +115,7 @@ class ScheduledTensors(WholeTensors):
 
     def touched(self) -> frozenset[str]:
         """Returns the names of all that will ever train."""
-        return frozenset(self._tensors)
+        return frozenset(self._names)
 
     def saved_scalars(self) -> int:
         """Returns the size of what has been active."""
@@ -129,8 +129,8 @@ class ScheduledTensors(WholeTensors):
         return dataclasses.replace(super().summary(), trained=size, trained_bytes=size * width)
 
     def _first(self) -> list[str]:
-        active = self.active(self._active.step) if self._is_scheduled() else frozenset(self._tensors)
-        return [name for name in self._tensors if name in active]
+        active = self.active(self._active.step) if self._is_scheduled() else frozenset(self._names)
+        return [name for name in self._names if name in active]
 
     def _is_scheduled(self) -> bool:
         """Returns whether all is known that the schedule depends on."""
@@ -138,7 +138,10 @@ class ScheduledTensors(WholeTensors):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns ``NAME.value`` of what has been active, in its dtype of now, and what resuming needs besides."""
-        state = {f"{name}{VALUE}": self._tensors[name].detach() for name in self._tensors if name in self._active.ever}
+        from finetune.methods.primitives.sharding import whole
+
+        ever = [name for name in self._names if name in self._active.ever]
+        state = {f"{name}{VALUE}": whole(self._tensors[name]) for name in ever}
         return {**state, **self._active.state_dict(TRAINING)}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:

@@ -139,6 +139,14 @@ class SelectedEntries(InPlace):
         """Returns name and shape of each tensor in the scope: its layer keeps its input for the backward pass."""
         return {name: tuple(entries.weight.shape) for name, entries in self._pool.tensors.items()}
 
+    def averages(self) -> frozenset[str]:
+        """Returns the entries' name where FSDP2 has sharded the model whose weights they belong to."""
+        from torch.distributed.fsdp import FSDPModule
+
+        from finetune.methods.primitives.entry_pool import PARAMETER
+
+        return frozenset({PARAMETER}) if isinstance(self.model, FSDPModule) else frozenset()
+
     def state_dict(self) -> dict[str, Tensor]:
         """Returns per tensor with chosen entries ``NAME.{index, value, base}``, and what resuming needs besides."""
         from finetune.methods.primitives.entry_state import pool_state

@@ -57,12 +57,17 @@ class WholeTensors(InPlace):
         return frozenset(self.choose(model, candidates))
 
     def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
-        self._tensors = {name: model.get_parameter(name) for name in self.choose(model, candidates)}
+        self._owner, self._names = model, tuple(self.choose(model, candidates))
         self._base_dtypes = {name: parameter.dtype for name, parameter in self._tensors.items()}
         for parameter in self._tensors.values():
             parameter.requires_grad_(True)
         self._set_up(model)
         return model
+
+    @property
+    def _tensors(self) -> dict[str, nn.Parameter]:
+        """What trains, as the modules hold it now: FSDP2 puts shards in its place."""
+        return {name: self._owner.get_parameter(name) for name in self._names}
 
     def _set_up(self, model: nn.Module) -> None:
         """Prepares the tensors, which require gradients now, and the forward pass of ``model``."""
@@ -78,17 +83,18 @@ class WholeTensors(InPlace):
             self._autocast.remove()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns ``NAME.value`` per trained tensor, in the dtype that trains."""
-        return {f"{name}{VALUE}": parameter.detach() for name, parameter in self._tensors.items()}
+        """Returns ``NAME.value`` per trained tensor, in the dtype that trains; a sharded one in one piece."""
+        from finetune.methods.primitives.sharding import whole
+
+        return {f"{name}{VALUE}": whole(parameter) for name, parameter in self._tensors.items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Copies the values into the trained tensors; strict."""
-        import torch
+        from finetune.methods.primitives.sharding import put_whole
 
-        require_same_shapes(WholeTensors.state_dict(self), state)
-        with torch.no_grad():
-            for name, parameter in self._tensors.items():
-                parameter.copy_(state[f"{name}{VALUE}"])
+        require_same_shapes({f"{name}{VALUE}": p for name, p in self._tensors.items()}, state)
+        for name, parameter in self._tensors.items():
+            put_whole(parameter, state[f"{name}{VALUE}"])
 
     def merge(self) -> nn.Module:
         """Rounds the trained tensors to the base's dtype and returns the model."""
@@ -97,7 +103,7 @@ class WholeTensors(InPlace):
         self._take_down()
         for name, parameter in self._tensors.items():
             cast_in_place(parameter, self._base_dtypes[name])
-        model, self._model, self._tensors = self.model, None, {}
+        model, self._model, self._names = self.model, None, ()
         return model
 
     def _chosen(self) -> tuple[str, ...]:

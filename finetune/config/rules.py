@@ -25,12 +25,12 @@ def broken_rules(recipe: Recipe, given: Given) -> list[Problem]:
 
 
 def _engine_exists(recipe: Recipe, given: Given) -> Problem | None:
-    if recipe.engine.strategy not in ("fsdp2", "deepspeed"):
+    if recipe.engine.strategy != "deepspeed":
         return None
     return Problem(
         f"engine {recipe.engine.strategy!r} does not exist yet",
         given.where("engine.strategy"),
-        want="auto, single, ddp",
+        want="auto, single, ddp, fsdp, hsdp",
         fix="engine.strategy: auto",
     )
 

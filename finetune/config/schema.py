@@ -146,10 +146,10 @@ class DataSection(Section):
 class OffloadSection(Section):
     """What is kept elsewhere until it is computed with."""
 
-    weights: Literal["none", "disk", "mmap"] = Field(
+    weights: Literal["none", "cpu", "disk", "mmap"] = Field(
         default="none",
         description="Frozen weights of the blocks; disk: read into buffers block by block; mmap: paged in by the "
-        "system; none: in memory.",
+        "system; cpu: shards of fsdp wait in the CPU's memory; none: where they are computed with.",
     )
     slots: int = Field(default=2, ge=2, description="Buffers of weights: disk, each of a block's size.")
 
@@ -157,8 +157,13 @@ class OffloadSection(Section):
 class EngineSection(Section):
     """Processes and devices."""
 
-    strategy: Literal["auto", "single", "ddp", "fsdp2", "deepspeed"] = Field(
-        default="auto", description="auto: ddp where several processes run, else single."
+    strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp", "deepspeed"] = Field(
+        default="auto",
+        description="How several processes share the model. ddp: each has all of it; fsdp: sharded over all; hsdp: "
+        "sharded within groups; auto: one process alone, several by ddp where the model fits on each, else by fsdp.",
+    )
+    shard_size: int | None = Field(
+        default=None, ge=2, description="Processes that share one copy of the model with hsdp; null: those of a machine."
     )
     offload: OffloadSection = Field(
         default=OffloadSection(), description="What is kept elsewhere until it is computed with."

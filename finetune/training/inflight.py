@@ -7,6 +7,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from finetune.core.errors import TrainingError
@@ -157,6 +158,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Par
 
 @torch.no_grad()
 def _sample(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1)
+    # Of a tensor that FSDP2 has taken apart, what this process has.
+    flat = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
     # In float32: what trains may get a float32 master on the way.
     return flat[:: max(1, flat.numel() // _VALUES_SAMPLED)].float().clone()

@@ -12,14 +12,18 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from finetune.core.errors import CapabilityError, ConfigError, DataError, FinetuneError, FinetuneWarning
+from finetune.core.fingerprint import count_parameters
 from finetune.data.collate import PackingCollator, PaddingCollator
 from finetune.data.prepare import PreparedData, prepare_dataset, split_eval
+from finetune.engines.choose import choose_engine, resolve_strategy
+from finetune.engines.engine import Engine
 from finetune.methods import Method, build_method
 from finetune.models import load_config, load_model, load_tokenizer
 from finetune.models.dtype import best_attention, resolve_device
 from finetune.models.load import resolve_dtype
 from finetune.offload import BlockStreamer, load_streamed
-from finetune.training.streaming import check_streamed
+from finetune.planning.host import available_memory
+from finetune.training.streaming import STREAMED, check_streamed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,6 +52,7 @@ class Plan:
         model: The base model, before the method is attached.
         method: Not attached yet.
         arguments: For the trainer.
+        engine: How the processes share the model.
         streamer: What brings the model's blocks in, where they stay on disk.
         attached: What trains, after :meth:`attach`.
     """
@@ -60,6 +65,7 @@ class Plan:
     model: PreTrainedModel
     method: Method
     arguments: TrainingArguments
+    engine: Engine
     streamer: BlockStreamer | None = None
     attached: nn.Module | None = None
 
@@ -155,10 +161,10 @@ def make_plan(recipe: Recipe, *, meta: bool = False, limit: int | None = None) -
     _check_batches(train, arguments)
     asked = _asked(recipe, calibration, evaluation) if method.routes else {}
     method.name_tasks(train.tasks, asked=asked)
-    if not meta:
-        _check_targets(recipe, source, train.tasks)
     device = resolve_device(section.device)
     dtype = resolve_dtype(section.dtype, device)
+    size = _check_targets(recipe, source, train.tasks)
+    engine = _engine(recipe, arguments, method, weights=size * dtype.itemsize, device=device)
     attention = section.attn_implementation
     if attention == "auto":
         heads = text_config.num_attention_heads
@@ -171,14 +177,15 @@ def make_plan(recipe: Recipe, *, meta: bool = False, limit: int | None = None) -
             length=max(1, train.tokens // train.examples),
         )
     streamer = None
-    if recipe.engine.offload.weights != "none":
+    stored = recipe.engine.offload.weights
+    if stored in STREAMED:
         check_streamed(method, arguments, device)
-    if recipe.engine.offload.weights == "none" or meta:
+    if stored not in STREAMED or meta:
         model = load_model(
             section.name_or_path,
             dtype=str(dtype).removeprefix("torch."),
             attn_implementation=attention,
-            device=section.device,
+            device="cpu" if engine.together else section.device,
             tied=section.tied,
             meta=meta,
             **source,
@@ -189,13 +196,31 @@ def make_plan(recipe: Recipe, *, meta: bool = False, limit: int | None = None) -
             dtype=section.dtype,
             attn_implementation=attention,
             tied=section.tied,
-            source=recipe.engine.offload.weights,
+            source=stored,
             slots=recipe.engine.offload.slots,
             **source,
         )
     _check_precision(model, arguments)
     _check_recomputation(method, arguments)
-    return Plan(recipe, tokenizer, train, calibration, evaluation, model, method, arguments, streamer)
+    return Plan(recipe, tokenizer, train, calibration, evaluation, model, method, arguments, engine, streamer)
+
+
+def _engine(recipe: Recipe, arguments: TrainingArguments, method: Method, *, weights: int, device: Any) -> Engine:
+    section, processes = recipe.engine, max(1, int(arguments.world_size))
+    if device.type == "cpu":
+        room = available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    else:
+        room = available_memory(str(arguments.device))
+    strategy = resolve_strategy(section, processes, weights=weights, room=room)
+    engine = choose_engine(strategy, section, processes, method)
+    if section.offload.weights == "cpu" and (not engine.together or device.type == "cpu"):
+        raise CapabilityError(
+            "shards wait in the CPU's memory for an accelerator that computes with them",
+            where="engine.offload.weights",
+            got=f"cpu, {engine.name} on {device.type}",
+            fix="engine.strategy: fsdp on accelerators, or engine.offload.weights: disk in one process",
+        )
+    return engine
 
 
 def _prepare(
@@ -295,9 +320,10 @@ def _asked(recipe: Recipe, calibration: PreparedData, evaluation: PreparedData |
     return {**looked_at, **held_out, **{read_task(task).trained_as: "eval.tasks" for task in recipe.eval.tasks}}
 
 
-def _check_targets(recipe: Recipe, source: dict[str, Any], tasks: Sequence[str]) -> None:
-    """P4: finds out without weights whether the model has what the method is to train."""
+def _check_targets(recipe: Recipe, source: dict[str, Any], tasks: Sequence[str]) -> int:
+    """P4: finds out without weights whether the model has what the method is to train; returns the model's size."""
     blank = load_model(recipe.model.name_or_path, meta=True, tied=recipe.model.tied, **source)
+    size = count_parameters(blank)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come again, with the weights
         try:
@@ -306,8 +332,9 @@ def _check_targets(recipe: Recipe, source: dict[str, Any], tasks: Sequence[str])
             method.attach(blank)
         except FinetuneError:
             raise
-        except Exception:
-            return  # a tuner that reads weights when it is attached is judged with them
+        except Exception:  # noqa: S110 - a tuner that reads weights when it is attached is judged with them
+            pass
+    return size
 
 
 def _check_batches(train: PreparedData, arguments: TrainingArguments) -> None:

@@ -113,7 +113,8 @@ class _Run:
         self.is_main = plan.arguments.process_index == 0
 
     def execute(self, *, force: bool, fresh: bool) -> RunResult:
-        before = self._evaluate(self.plan.model) if self._wants_before() else []
+        engine = self.plan.engine
+        before = self._evaluate(self.plan.model) if self._wants_before() and not engine.together else []
         model = self.plan.attach(self.checkpoint)
         estimate = estimate_plan(self.plan)
         self._preflight(estimate, force=force)
@@ -126,6 +127,9 @@ class _Run:
             self._write_inputs()
             say(self.console, describe_plan(self.plan, estimate, self.run))
         self.plan.arguments.distributed_state.wait_for_everyone()
+        engine.prepare(model, self.plan.method, self.plan.arguments.device)
+        if self._wants_before() and engine.together:
+            before = self._evaluate(model)  # nobody can compute alone with shards: as it is before its first step
         record = RunRecord(self.run, describe_record(self.loaded, self.plan, estimate, before))
         if self.is_main:
             record.update()
@@ -138,7 +142,12 @@ class _Run:
 
     def _wants_before(self) -> bool:
         evaluation = self.loaded.recipe.eval
-        return bool(evaluation.tasks) and evaluation.before and self.checkpoint is None and self.is_main
+        return bool(evaluation.tasks) and evaluation.before and self.checkpoint is None and self._takes_part
+
+    @property
+    def _takes_part(self) -> bool:
+        """Whether this process has to compute what only the main one reports."""
+        return self.is_main or self.plan.engine.together
 
     def _evaluate(self, model: Any) -> list[dict[str, Any]]:
         from finetune.evaluation.run import evaluate_tasks
@@ -152,7 +161,7 @@ class _Run:
             batch_size=section.batch_size,
             max_new_tokens=section.max_new_tokens,
             samples=section.samples,
-            console=self.console,
+            console=self.console if self.is_main else None,
         )
         return [result.as_dict() for result in results]
 
@@ -217,13 +226,15 @@ class _Run:
         seconds = time.perf_counter() - started
         if stop.received is not None:
             return self._interrupted(record, seconds)
-        if not self.is_main:
+        if not self._takes_part:
             return RunResult(self.run, "completed")
         peak = peak_device_bytes()
         final = _final_numbers(trainer)
         streaming = None if self.plan.streamer is None else asdict(self.plan.streamer.traffic())
         self._save_final(record)
         after = self._evaluate(model)
+        if not self.is_main:
+            return RunResult(self.run, "completed")
         saved = sum(file.stat().st_size for file in (self.run / "final").glob("*.safetensors"))
         memory = {**record.fields["memory"], "measured_peak_bytes": peak, "saved_bytes": saved}
         evaluation = {**record.fields["evaluation"], "after": after}
@@ -245,6 +256,7 @@ class _Run:
             method=plan.method,
             sampler=sampler,
             identity=plan.identity(),
+            engine=plan.engine,
             model=model,
             args=arguments,
             data_collator=plan.collator(),
@@ -271,6 +283,9 @@ class _Run:
         return RunResult(self.run, "interrupted", INTERRUPTED, record.fields)
 
     def _save_final(self, record: RunRecord) -> None:
+        if not self.is_main:
+            self.plan.method.state_dict()  # what the main process saves is gathered from all of them
+            return
         with replaced_folder(self.run / "final") as beside:
             self.plan.method.save(beside)
             self.plan.tokenizer.save_pretrained(beside)

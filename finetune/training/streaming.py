@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from finetune.methods import Method
     from finetune.training.plan import Plan
 
-__all__ = ["check_streamed", "elsewhere_bytes", "recomputes", "streaming_lines", "traffic_lines"]
+__all__ = ["STREAMED", "check_streamed", "elsewhere_bytes", "recomputes", "streaming_lines", "traffic_lines"]
 
+STREAMED = ("disk", "mmap")
+"""Values of ``engine.offload.weights`` with which blocks are streamed."""
 _KEY = "engine.offload.weights"
 
 
@@ -49,7 +51,7 @@ def check_streamed(method: Method, arguments: TrainingArguments, device: torch.d
 def elsewhere_bytes(plan: Plan) -> int:
     """Returns the bytes of the model that are not in memory, buffers subtracted."""
     offload = plan.recipe.engine.offload
-    if offload.weights == "none":
+    if offload.weights not in STREAMED:
         return 0
     sizes = _frozen_blocks(plan.model)
     return sum(sizes) - (offload.slots * max(sizes) if offload.weights == "disk" else 0)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from finetune.core.errors import TrainingError
@@ -16,8 +19,9 @@ from finetune.training.checkpoint import complete_checkpoint, rotate, verify_ten
 from finetune.training.sampler import EpochSampler
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
+    from finetune.engines.engine import Engine
     from finetune.methods import Method
 
 __all__ = ["FinetuneTrainer"]
@@ -32,11 +36,18 @@ class FinetuneTrainer(Trainer):
         method: The attached method.
         sampler: The order of the examples.
         identity: What a checkpoint must agree with to be resumed.
+        engine: How the processes share the model, which is prepared.
         **kwargs: As for ``transformers.Trainer``.
     """
 
-    def __init__(self, *, method: Method, sampler: EpochSampler, identity: dict[str, Any], **kwargs: Any) -> None:
+    def __init__(
+        self, *, method: Method, sampler: EpochSampler, identity: dict[str, Any], engine: Engine, **kwargs: Any
+    ) -> None:
+        self.engine = engine
         super().__init__(**kwargs)
+        # What transformers does for a model that it sharded while loading it is what an engine that owns the model
+        # needs: no wrapper, no second sharding, an optimizer over the parameters as they are.
+        self.is_distributed_loading_by_transformers = engine.owns_model
         self.method = method
         self.sampler = sampler
         self.identity = identity
@@ -59,6 +70,27 @@ class FinetuneTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
         return self.sampler
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not self.engine.owns_model:
+            super()._move_model_to_device(model, device)  # type: ignore[no-untyped-call]
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        self.engine.begin()
+
+    def _defer_fsdp_gradient_reduction(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # the engine knows which micro-batch is the last
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self.engine.verify(self)
+        return prepared
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs a micro-batch; after the last one of a step the gradients are those of all processes."""
+        with self.engine.micro_batch(last=self.accelerator.sync_gradients):
+            loss: Tensor = super().training_step(*args, **kwargs)
+        return loss
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # accelerate does not reach a sampler under the wrapper that skips batches on resume.
         self.sampler.set_epoch(kwargs["epoch"])
@@ -66,10 +98,12 @@ class FinetuneTrainer(Trainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Stops before the optimizer step where the gradient is not finite: no healthy state is ever overwritten."""
-        if grad_norm is None:
+        if grad_norm is None and self.engine.together:
+            grad_norm = super()._get_grad_norm(model)  # type: ignore[no-untyped-call]
+        elif grad_norm is None:
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             grad_norm = torch.nn.utils.get_total_norm(gradients)
-        norm = float(grad_norm)
+        norm = float(grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm)
         if not math.isfinite(norm):
             step = self.state.global_step
             rows = self.sampler.rows(step, rows_per_step=self.rows_per_step, steps_per_epoch=self.steps_per_epoch)
@@ -109,6 +143,24 @@ class FinetuneTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self.args.should_save:
             self.method.save(Path(str(output_dir or self.args.output_dir)))
+        elif self.engine.together:
+            self.method.state_dict()  # what the first process saves is gathered from all of them
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.engine.together:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[no-untyped-call]
+            return
+        assert self.optimizer is not None and self.lr_scheduler is not None
+        state = self.engine.optimizer_state(self.optimizer)
+        if self.args.should_save:
+            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[no-untyped-call]
+        if checkpoint is not None:
+            assert self.optimizer is not None
+            self.engine.place_optimizer_state(self.optimizer)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.method.load(Path(resume_from_checkpoint))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from finetune.core.errors import CapabilityError, CheckpointError
 from finetune.methods.primitives.master_weights import AutocastForward, cast_in_place
 from finetune.methods.primitives.process_group import processes, require_same_over_processes
+from finetune.methods.primitives.sharding import put_whole, whole
 from finetune.methods.primitives.step_sync import after_optimizer_step
 
 __all__ = ["ActiveTensors"]
@@ -27,7 +28,7 @@ class ActiveTensors:
 
     Args:
         model: The whole model; its first training forward pass freezes what rests.
-        tensors: All that will ever be active, by name.
+        names: All that will ever be active.
         active: Step -> names of those that train in the step after so many; the same in every process.
         wide: Whether an active tensor is float32 where it rests in 16 bits.
         rest: What becomes of the optimizer's state of a tensor that rests.
@@ -40,7 +41,7 @@ class ActiveTensors:
     def __init__(
         self,
         model: nn.Module,
-        tensors: Mapping[str, nn.Parameter],
+        names: Collection[str],
         active: Callable[[int], frozenset[str]],
         *,
         wide: bool,
@@ -48,27 +49,27 @@ class ActiveTensors:
     ) -> None:
         self.step = 0
         self.ever: set[str] = set()
-        self._tensors, self._names, self._rest = tensors, active, rest
-        self._dtypes = {name: parameter.dtype for name, parameter in tensors.items()}
+        self._model, self._all, self._names, self._rest = model, tuple(names), active, rest
+        self._dtypes = {name: parameter.dtype for name, parameter in self._tensors.items()}
         self._now: frozenset[str] | None = None
         self._resting: dict[str, dict[str, Any]] = {}
         narrow = next((dtype for dtype in self._dtypes.values() if dtype in _NARROW), None) if wide else None
         self._autocast = None if narrow is None else AutocastForward([model], narrow)
         self._handles = [
             model.register_forward_pre_hook(self._begin),
-            after_optimizer_step(tensors.values(), self._advance),
+            after_optimizer_step(self._held, self._advance),
         ]
+
+    @property
+    def _tensors(self) -> dict[str, nn.Parameter]:
+        """All of them, as the modules hold them now: FSDP2 puts shards in their place."""
+        return {name: self._model.get_parameter(name) for name in self._all}
+
+    def _held(self) -> Iterable[nn.Parameter]:
+        return self._tensors.values()
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if self._now is None and module.training and torch.is_grad_enabled():
-            name = next(iter(self._tensors))
-            if module.get_parameter(name) is not self._tensors[name]:
-                raise CapabilityError(
-                    "blocks that take turns cannot train where the parameters were replaced after the method was "
-                    "attached, as FSDP2 does: their schedule would freeze and thaw the old ones",
-                    where=name,
-                    fix="DistributedDataParallel with find_unused_parameters=True, or a method whose set stays",
-                )
             if self._autocast is not None and processes() > 1:
                 raise CapabilityError(
                     "blocks that take turns have one dtype where several processes train: their float32 masters would "
@@ -89,7 +90,7 @@ class ActiveTensors:
 
     @torch.no_grad()
     def _switch(self, optimizer: Optimizer | None) -> None:
-        before = self._now if self._now is not None else frozenset(self._tensors)
+        before = self._now if self._now is not None else frozenset(self._all)
         active = self._names(self.step)
         if processes() > 1:
             self._require_agreement(active)
@@ -101,7 +102,7 @@ class ActiveTensors:
         self.ever |= active
 
     def _put_to_rest(self, name: str, optimizer: Optimizer | None) -> None:
-        parameter = self._tensors[name]
+        parameter = self._model.get_parameter(name)
         # A gradient of zero is no rest: momentum and weight decay would go on.
         parameter.grad = None
         parameter.requires_grad_(False)
@@ -114,7 +115,7 @@ class ActiveTensors:
             self._resting[name] = _moved(state, torch.device("cpu"))
 
     def _wake(self, name: str, optimizer: Optimizer | None) -> None:
-        parameter = self._tensors[name]
+        parameter = self._model.get_parameter(name)
         if self._autocast is not None and parameter.dtype in _NARROW:
             cast_in_place(parameter, torch.float32)
         parameter.requires_grad_(True)
@@ -124,18 +125,18 @@ class ActiveTensors:
     def _require_agreement(self, active: Collection[str]) -> None:
         """Sees that every process changes to the same set, and that what trained until now is the same everywhere."""
         digest = hashlib.sha256(" ".join(sorted(active)).encode())
-        for name in sorted(self._now or self._tensors):
-            tensor = self._tensors[name]
+        for name in sorted(self._now or self._all):
+            tensor = self._model.get_parameter(name)
             if not isinstance(tensor, DTensor):
                 digest.update(tensor.detach().double().sum().cpu().numpy().tobytes())
         require_same_over_processes(digest.digest(), "the blocks that take turns", tensor.device)
 
     def state_dict(self, prefix: str) -> dict[str, Tensor]:
         """Returns the place in the schedule, and the optimizer's state that rests here."""
-        ever = torch.tensor([name in self.ever for name in self._tensors], dtype=torch.uint8)
+        ever = torch.tensor([name in self.ever for name in self._all], dtype=torch.uint8)
         state = {f"{prefix}{_STEP}": torch.tensor(self.step), f"{prefix}{_EVER}": ever}
         for name, resting in self._resting.items():
-            state |= {f"{prefix}{_RESTING}{name}/{key}": value for key, value in resting.items()}
+            state |= {f"{prefix}{_RESTING}{name}/{key}": whole(value) for key, value in resting.items()}
         return state
 
     def ever_of(self, state: Mapping[str, Tensor], prefix: str) -> list[str]:
@@ -146,15 +147,15 @@ class ActiveTensors:
         """
         missing = [key for key in (f"{prefix}{_STEP}", f"{prefix}{_EVER}") if key not in state]
         ever = [] if missing else state[f"{prefix}{_EVER}"].tolist()
-        if len(ever) != len(self._tensors):
+        if len(ever) != len(self._all):
             raise CheckpointError(
                 "the learned state does not say which of these tensors have trained, and for how long",
                 where=", ".join(missing) or f"{prefix}{_EVER}",
                 got="missing" if missing else f"{len(ever)} tensors",
-                want=f"{len(self._tensors)} tensors",
+                want=f"{len(self._all)} tensors",
                 fix="attach with the config and base that the state was trained with",
             )
-        names = [name for name, was in zip(self._tensors, ever, strict=True) if was]
+        names = [name for name, was in zip(self._all, ever, strict=True) if was]
         later = sorted(self.ever.difference(names))
         if later:
             raise CheckpointError(
@@ -171,9 +172,9 @@ class ActiveTensors:
         The next training forward pass freezes what rests: optimizers may be built before it.
         """
         for name, value in values.items():
-            parameter = self._tensors[name]
+            parameter = self._model.get_parameter(name)
             cast_in_place(parameter, value.dtype if self._autocast is not None else parameter.dtype)
-            parameter.copy_(value)
+            put_whole(parameter, value)
         self.step, self.ever, self._now = int(state[f"{prefix}{_STEP}"]), set(values), None
         self._resting = {}
         for key, value in state.items():

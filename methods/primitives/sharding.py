@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["own_rows", "own_share", "whole"]
+__all__ = ["own_rows", "own_share", "put_whole", "whole"]
 
 
 def own_rows(tensor: Tensor) -> range:
@@ -28,3 +29,10 @@ def whole(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full
+
+
+@torch.no_grad()
+def put_whole(tensor: Tensor, value: Tensor) -> None:
+    """Copies a value in one piece into a tensor; of a sharded one each process writes its own rows."""
+    rows = own_rows(tensor) if tensor.ndim else range(1)
+    own_share(tensor).copy_(value[rows.start : rows.stop] if tensor.ndim else value)

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from finetune.methods.primitives.sharding import own_rows, own_share, whole
+
 __all__ = [
     "COLUMNS",
     "ROWS",
@@ -158,13 +160,20 @@ class WeightSlice(nn.Module):
         self.write()
 
     def _take(self) -> Tensor:
-        return (
-            oriented_weight(self).detach().index_select(self.slice_axis, self.slice_index).movedim(self.slice_axis, -1)
-        )
+        axis = stored_axis(self)
+        return whole(self.weight).index_select(axis, self.slice_index).movedim(axis, -1)
 
     def _put(self, values: Tensor) -> None:
-        weight = oriented_weight(self)
-        weight.index_copy_(self.slice_axis, self.slice_index, values.to(weight.dtype).movedim(-1, self.slice_axis))
+        """Writes values, shaped as the parameter; of a sharded weight each process writes its own rows as stored."""
+        stored, share, axis = own_share(self.weight), own_rows(self.weight), stored_axis(self)
+        values, index = values.to(stored.dtype), self.slice_index
+        if len(share) != self.weight.shape[0]:
+            if axis == 0:
+                own = (index >= share.start) & (index < share.stop)
+                values, index = values[:, own], index[own] - share.start
+            else:
+                values = values[share.start : share.stop]
+        stored.index_copy_(axis, index, values.movedim(-1, axis))
 
     @torch.no_grad()
     def _begin(self) -> None:
