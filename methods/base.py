@@ -90,6 +90,7 @@ class Method(ABC):
         narrows_entries: Whether it can train the entries of weights that an earlier method chose.
         recomputes: Whether it trains with activations that are computed again in the backward pass.
         takes_turns: Whether parameters that train may rest for some steps.
+        shards: Whether FSDP2 takes apart what trains with the rest; otherwise every process has it whole.
         stock: Whether stock PEFT loads what it saves.
         routes: Whether it tells the rows of a batch apart by their task: ``model(..., tasks=[...])``.
         model: The model after :meth:`attach`.
@@ -104,6 +105,7 @@ class Method(ABC):
     narrows_entries: ClassVar[bool] = False
     recomputes: ClassVar[bool] = True
     takes_turns: ClassVar[bool] = False
+    shards: ClassVar[bool] = False
     stock: ClassVar[bool] = False
     routes: ClassVar[bool] = False
     Config: ClassVar[type[MethodConfig]] = MethodConfig

@@ -41,6 +41,7 @@ class WholeTensors(InPlace):
     """
 
     kind: ClassVar[Kind] = "subset"
+    shards: ClassVar[bool] = True
     Config: ClassVar[type[MethodConfig]] = WholeTensorsConfig
     config: WholeTensorsConfig
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -69,7 +69,7 @@ class Sharded(Replicated):
         self._model, self._method = model, method
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
         _, blocks = find_blocks(base)
-        apart = {p for p in method.trained_parameters().values() if method.kind != "subset"}
+        apart = set() if method.shards else set(method.trained_parameters().values())
         options: dict[str, Any] = {
             "mesh": mesh,
             "ignored_params": apart,
@@ -85,11 +85,12 @@ class Sharded(Replicated):
             embedding.set_unshard_in_backward(any(p.requires_grad for p in embedding.parameters()))
         for block in blocks:
             fully_shard(block, **options)
-        fully_shard(base, **options)
-        register_fsdp_forward_method(base, "generate")
+        # The outermost module: some tuners call the forward of the model within, past its hooks.
+        fully_shard(model, **options)
+        register_fsdp_forward_method(model, "generate")
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
-        self.root: FSDPModule = base
+        self.root = cast(FSDPModule, model)
         self.reducer = GradientReducer(self._replicated)
 
     @contextlib.contextmanager
@@ -141,6 +142,6 @@ def _mesh(device_type: str, processes: int, shard_size: int) -> DeviceMesh:
 def _precision(model: Any, method: Method) -> MixedPrecisionPolicy:
     """Returns that float32 masters of 16-bit weights are gathered in 16 bit; their gradients are summed in float32."""
     wide = any(parameter.dtype == torch.float32 for parameter in method.trained_parameters().values())
-    if method.kind != "subset" or not wide or model.dtype == torch.float32:
+    if not method.shards or not wide or model.dtype == torch.float32:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from finetune.core.errors import FinetuneWarning
 from finetune.core.evaluation_mode import evaluation_mode
@@ -54,6 +55,9 @@ class LeanLoss:
 
     def __init__(self, model: Any) -> None:
         self._model: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        # Some tuners call the forward of the model within, past its hooks; others give it other labels.
+        self._called = [self._model] if self._model is model else [model, self._model]
+        self._hooks: list[RemovableHandle] = []
         self._head: Any = self._model.get_output_embeddings()
         self._labels: Tensor | None = None
         self._stock_loss = self._model.loss_function
@@ -76,16 +80,18 @@ class LeanLoss:
     def remove(self) -> None:
         """Gives the model its own loss back."""
         if self.form != "stock":
-            self._before.remove()
-            self._after.remove()
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
             del self._head.forward
             self._model.loss_function = self._stock_loss
             self.form = "stock"
 
     def _install(self, form: str) -> None:
         self.form = form
-        self._before = self._model.register_forward_pre_hook(self._take_labels, with_kwargs=True)
-        self._after = self._model.register_forward_hook(self._drop_labels, always_call=True)
+        for module in self._called:
+            self._hooks.append(module.register_forward_pre_hook(self._take_labels, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._drop_labels, always_call=True))
         self._head_forward = self._head.forward
         self._head.forward = self._forward_head
         self._model.loss_function = self._loss

@@ -88,6 +88,7 @@ class CoFiTune(InPlace):
 
     paper: ClassVar[str] = "arXiv 2404.10306"
     kind: ClassVar[Kind] = "delta"
+    shards: ClassVar[bool] = True
     Config: ClassVar[type[MethodConfig]] = CoFiTuneConfig
     config: CoFiTuneConfig
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import finetune
 from finetune.core.errors import FinetuneWarning
 from finetune.training.loss import CHUNK, LeanLoss, linear_cross_entropy
 from support.tiny import tiny_gemma2, tiny_gpt2, tiny_llama, token_batch
@@ -17,6 +18,16 @@ def lora_on_head() -> Any:
 
     model = get_peft_model(tiny_llama(tied=False), LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
     return model.eval()
+
+
+def past_the_hooks() -> Any:
+    """Returns a model whose tuner calls the forward of the model within itself."""
+    return finetune.method("adaption_prompt", adapter_len=4).attach(tiny_llama()).eval()
+
+
+def with_other_labels() -> Any:
+    """Returns a model that lengthens rows and labels before the model within sees them."""
+    return finetune.method("prompt_tuning").attach(tiny_llama()).eval()
 
 
 def batch(rows: int = 4, length: int = 100) -> dict[str, torch.Tensor]:
@@ -37,7 +48,14 @@ def loss_and_gradients(model: Any, **inputs: Any) -> tuple[torch.Tensor, dict[st
 
 @pytest.mark.parametrize(
     ("build", "form"),
-    [(tiny_llama, "chunked"), (tiny_gpt2, "chunked"), (tiny_gemma2, "selected"), (lora_on_head, "selected")],
+    [
+        (tiny_llama, "chunked"),
+        (tiny_gpt2, "chunked"),
+        (tiny_gemma2, "selected"),
+        (lora_on_head, "selected"),
+        (past_the_hooks, "chunked"),
+        (with_other_labels, "chunked"),
+    ],
 )
 @pytest.mark.parametrize("items", [None, torch.tensor(77)])
 def test_loss_and_gradients_equal_the_stock_ones(build: Any, form: str, items: Any) -> None:
