@@ -91,6 +91,7 @@ class Method(ABC):
         recomputes: Whether it trains with activations that are computed again in the backward pass.
         takes_turns: Whether parameters that train may rest for some steps.
         shards: Whether FSDP2 takes apart what trains with the rest; otherwise every process has it whole.
+        whole_weights: Why every process needs the model's weights in one piece, or an empty string.
         stock: Whether stock PEFT loads what it saves.
         routes: Whether it tells the rows of a batch apart by their task: ``model(..., tasks=[...])``.
         model: The model after :meth:`attach`.
@@ -106,6 +107,7 @@ class Method(ABC):
     recomputes: ClassVar[bool] = True
     takes_turns: ClassVar[bool] = False
     shards: ClassVar[bool] = False
+    whole_weights: ClassVar[str] = ""
     stock: ClassVar[bool] = False
     routes: ClassVar[bool] = False
     Config: ClassVar[type[MethodConfig]] = MethodConfig

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from finetune.core.errors import ConfigError
+from finetune.engines.capabilities import require_supported
 
 if TYPE_CHECKING:
     from finetune.config.schema import EngineSection
@@ -58,8 +59,10 @@ def choose_engine(strategy: str, section: EngineSection, processes: int, method:
     """Returns the engine of a strategy that :func:`resolve_strategy` returned.
 
     Raises:
+        CapabilityError: The method does not train so.
         ConfigError: The processes do not divide into groups of ``engine.shard_size``.
     """
+    require_supported(method, strategy)
     from finetune.engines.engine import Engine
     from finetune.engines.replicated import Replicated
     from finetune.engines.sharded import Sharded

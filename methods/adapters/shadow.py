@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from finetune.methods.adapters.peft_tuner import PeftTuner
 
@@ -21,6 +21,8 @@ class Shadow(PeftTuner):
     That is the update of the shadow state after the last adapted block, and the shadow's own embedding where it shares
     the base's.
     """
+
+    whole_weights: ClassVar[str] = "PEFT's shadow computes with the weights of layers outside their forward pass"
 
     def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
         adapted = super()._attach(model, candidates)

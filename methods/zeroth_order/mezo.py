@@ -68,6 +68,7 @@ class Mezo(Estimator):
     kind: ClassVar[Kind] = "subset"
     narrows_added: ClassVar[bool] = True
     narrows_entries: ClassVar[bool] = True
+    whole_weights: ClassVar[str] = "it moves whole weights, and sharding leaves each process a part of them"
     Config: ClassVar[type[MethodConfig]] = MezoConfig
     config: MezoConfig
 
