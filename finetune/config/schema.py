@@ -165,6 +165,11 @@ class EngineSection(Section):
     shard_size: int | None = Field(
         default=None, ge=2, description="Processes that share one copy of the model with hsdp; null: those of a machine."
     )
+    gather_dtype: Literal["int8"] | None = Field(
+        default=None,
+        description="Dtype in which fsdp and hsdp gather the frozen weights of blocks, for adapters; int8 rounds them, "
+        "as a quantised base does; null: their own.",
+    )
     offload: OffloadSection = Field(
         default=OffloadSection(), description="What is kept elsewhere until it is computed with."
     )

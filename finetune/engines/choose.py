@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from finetune.core.errors import ConfigError
+from finetune.core.errors import CapabilityError, ConfigError
 from finetune.engines.capabilities import require_supported
 
 if TYPE_CHECKING:
@@ -67,12 +67,27 @@ def choose_engine(strategy: str, section: EngineSection, processes: int, method:
     from finetune.engines.replicated import Replicated
     from finetune.engines.sharded import Sharded
 
-    if strategy == "fsdp":
-        return Sharded(processes, shard_size=processes, offload=section.offload.weights == "cpu")
-    if strategy == "hsdp":
-        size = _shard_size(section.shard_size, processes)
-        return Sharded(processes, shard_size=size, offload=section.offload.weights == "cpu")
+    if section.gather_dtype == "int8":
+        _require_frozen(method, strategy)
+    if strategy in ("fsdp", "hsdp"):
+        return Sharded(
+            processes,
+            shard_size=processes if strategy == "fsdp" else _shard_size(section.shard_size, processes),
+            offload=section.offload.weights == "cpu",
+            int8=section.gather_dtype == "int8",
+        )
     return Replicated(processes) if strategy == "ddp" and method.takes_turns else Engine(processes)
+
+
+def _require_frozen(method: Method, strategy: str) -> None:
+    if strategy not in ("fsdp", "hsdp") or method.writes_base or method.shards:
+        raise CapabilityError(
+            "weights are gathered as int8 where they are sharded and none of them ever changes",
+            where="engine.gather_dtype",
+            got=f"{method.name} with {strategy}",
+            want="an adapter (lora, mos, ...) with fsdp or hsdp",
+            fix="engine.gather_dtype: null",
+        )
 
 
 def _shard_size(given: int | None, processes: int) -> int:

