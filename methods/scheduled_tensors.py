@@ -101,9 +101,7 @@ class ScheduledTensors(WholeTensors):
         if self._is_scheduled():
             self.active_blocks(0)  # refuses what the model has not
         wide = self.config.trainable_dtype == "float32"
-        self._active: ActiveTensors = ActiveTensors(
-            model, self._names, self.active, wide=wide, rest=self.config.state
-        )
+        self._active: ActiveTensors = ActiveTensors(model, self._names, self.active, wide=wide, rest=self.config.state)
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Returns every parameter that will ever train: optimizers are built over all of them."""

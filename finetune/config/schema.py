@@ -163,7 +163,9 @@ class EngineSection(Section):
         "sharded within groups; auto: one process alone, several by ddp where the model fits on each, else by fsdp.",
     )
     shard_size: int | None = Field(
-        default=None, ge=2, description="Processes that share one copy of the model with hsdp; null: those of a machine."
+        default=None,
+        ge=2,
+        description="Processes that share one copy of the model with hsdp; null: those of a machine.",
     )
     gather_dtype: Literal["int8"] | None = Field(
         default=None,

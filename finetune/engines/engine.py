@@ -96,5 +96,5 @@ def require_processes(trainer: Trainer, processes: int) -> None:
             "the processes do not train together",
             got=f"{found} of them by the training arguments, {trainer.accelerator.num_processes} by accelerate",
             want=f"{processes}, as the launcher says (WORLD_SIZE)",
-            fix="finetune train RECIPE --nproc N, or torchrun -m finetune; `accelerate launch --cpu` starts one process",
+            fix="finetune train RECIPE --nproc N, or torchrun -m finetune",
         )

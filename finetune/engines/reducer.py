@@ -37,10 +37,11 @@ class _Bucket:
         self.work = dist.all_reduce(self.flat, async_op=True)
 
     def finish(self) -> None:
-        assert self.flat is not None and self.work is not None
+        assert self.flat is not None
+        assert self.work is not None
         self.work.wait()
         sizes = [parameter.numel() for parameter in self.parameters]
-        *parts, flags = self.flat.div_(dist.get_world_size()).split([*sizes, len(sizes)])
+        *parts, flags = self.flat.div_(dist.get_world_size()).split([*sizes, len(sizes)])  # type: ignore[no-untyped-call]
         for parameter, part, anyone in zip(self.parameters, parts, flags.tolist(), strict=True):
             if not anyone:
                 continue  # as in one process: no gradient is not a gradient of zero
@@ -54,8 +55,8 @@ class _Bucket:
 class GradientReducer:
     """Leaves in ``.grad`` the mean over the processes, as ``DistributedDataParallel`` does.
 
-    Gradients travel in buckets of 25 MB in the order in which the backward pass makes them, each as soon as its last one
-    is there. A process that has no gradient of a parameter counts with zero; where none has one, there is none after.
+    Gradients travel in buckets of 25 MB in the order in which the backward pass makes them, each as soon as its last
+    one is there. A process that has no gradient of a parameter counts with zero; where none has one, there is none after.
 
     Args:
         trained: Returns the parameters that may train, the same and in the same order in every process. Those that
@@ -77,7 +78,9 @@ class GradientReducer:
         active = [parameter for parameter in self._trained() if parameter.requires_grad]
         for parameter in active:
             if id(parameter) not in self._hooks:
-                self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._ready)
+                self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._ready
+                )
         self._buckets = [
             _Bucket(parameters, {id(parameter) for parameter in parameters})
             for parameters in _bucketed(list(reversed(active)))

@@ -89,7 +89,7 @@ class Sharded(Replicated):
         for block in blocks:
             fully_shard(block, **options)
             if self.int8:
-                gather_int8(block)
+                gather_int8(cast(FSDPModule, block))
         # The outermost module: some tuners call the forward of the model within, past its hooks.
         fully_shard(model, **options)
         register_fsdp_forward_method(model, "generate")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,13 +73,14 @@ class FinetuneTrainer(Trainer):
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not self.engine.owns_model:
-            super()._move_model_to_device(model, device)  # type: ignore[no-untyped-call]
+            super()._move_model_to_device(model, device)
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
         self.engine.begin()
 
-    def _defer_fsdp_gradient_reduction(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # the engine knows which micro-batch is the last
+    @contextlib.contextmanager
+    def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
+        yield  # the engine knows which micro-batch is the last
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -148,16 +150,17 @@ class FinetuneTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.engine.together:
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[no-untyped-call]
+            super()._save_optimizer_and_scheduler(output_dir)
             return
-        assert self.optimizer is not None and self.lr_scheduler is not None
+        assert self.optimizer is not None
+        assert self.lr_scheduler is not None
         state = self.engine.optimizer_state(self.optimizer)
         if self.args.should_save:
             torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[no-untyped-call]
+        super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             assert self.optimizer is not None
             self.engine.place_optimizer_state(self.optimizer)

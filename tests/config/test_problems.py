@@ -164,7 +164,7 @@ def test_training_arguments_are_those_of_the_installed_transformers() -> None:
         (["data.chat_template=mine.jinja"], "data.chat_template", "no file"),
         (["model.name_or_path=./model"], "model.name_or_path", "no file"),
         (["model.name_or_path=model.gguf"], "model.name_or_path", "no file"),
-        (["engine.strategy=fsdp2"], "engine.strategy", "does not exist yet"),
+        (["engine.strategy=deepspeed"], "engine.strategy", "does not exist yet"),
         (["train.fp16=true", "train.bf16=true"], "train.fp16", "exclude"),
         (["train.eval_strategy=steps"], "train.eval_strategy", "held-out"),
         (["data.eval=0.1", "train.load_best_model_at_end=true"], "train.load_best_model_at_end", "best model"),
