@@ -56,7 +56,8 @@ class GradientReducer:
     """Leaves in ``.grad`` the mean over the processes, as ``DistributedDataParallel`` does.
 
     Gradients travel in buckets of 25 MB in the order in which the backward pass makes them, each as soon as its last
-    one is there. A process that has no gradient of a parameter counts with zero; where none has one, there is none after.
+    one is there. A process that has no gradient of a parameter counts with zero; where none has one, there is none
+    after.
 
     Args:
         trained: Returns the parameters that may train, the same and in the same order in every process. Those that
