@@ -39,7 +39,7 @@ SCORERS: Mapping[str, Mapping[str, Any]] = {
     "selectit_token": {**_RATED, "num_prompts": 1},
     "deita": {"name": "deita"},
     "judge": {"name": "judge"},
-    "rds_plus": {"name": "rds_plus", "target": str(TARGET), "target_rows": 20},
+    "rds_plus": {"name": "rds_plus", "target": [str(TARGET)], "target_rows": 20},
     "k_center": {"name": "k_center"},
     "facility_location": {"name": "facility_location"},
     "less": {
@@ -136,6 +136,14 @@ def auroc(higher: Sequence[float], lower: Sequence[float]) -> float:
     return sum(wins) / len(wins) if wins else float("nan")
 
 
+def answered(file: Path, folder: Path) -> Path:
+    """Returns a copy of JSON Lines without the rows whose answer is empty, of which this file has two."""
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if json.loads(line)["output"].strip()]
+    copy = folder / file.name
+    copy.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return copy
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and reports."""
     import torch
@@ -149,10 +157,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     intact, mismatched = mixed_pool(4 if given.quick else 200, tokenizer)
     measurements = Measurements([*intact, *mismatched], tokenizer)
     claims = []
-    for name, spec in SCORERS.items():
-        found = measurements.scores(spec)
-        claims += claims_of(name, found[: len(intact)], found[len(intact) :])
-        print(f"{claims[-1].name} {claims[-1].value:.3f}", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as scratch:
+        target = answered(TARGET, Path(scratch))
+        for name, spec in SCORERS.items():
+            found = measurements.scores({**spec, "target": [str(target)]} if "target" in spec else spec)
+            claims += claims_of(name, found[: len(intact)], found[len(intact) :])
+            print(f"{claims[-1].name} {claims[-1].value:.3f}", file=sys.stderr)
     report(f"mismatched pairs with {MODEL}, {torch.get_num_threads()} threads", claims, given.json)
 
 
