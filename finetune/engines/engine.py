@@ -46,6 +46,9 @@ class Engine:
     def prepare(self, model: nn.Module, method: Method, device: torch.device) -> None:
         """Places the model to which ``method`` is attached; before the trainer is built."""
 
+    def settle(self) -> None:
+        """Puts back what a forward pass without a backward pass left gathered; before anything is written."""
+
     def begin(self) -> None:
         """Checks that the processes agree; the optimizer exists."""
 

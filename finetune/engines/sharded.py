@@ -98,9 +98,16 @@ class Sharded(Replicated):
         self.root = cast(FSDPModule, model)
         self.reducer = GradientReducer(self._replicated)
 
+    def settle(self) -> None:
+        """Takes apart again what FSDP2 keeps gathered for the backward pass, in whose place nothing may be written."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     @contextlib.contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Averages over the groups after the last one before a step; within a group gradients stay sharded always."""
+        self.settle()  # an evaluation may have come before
         self.root.set_requires_all_reduce(last)
         with super().micro_batch(last=last):
             yield

@@ -166,7 +166,9 @@ class FinetuneTrainer(Trainer):
             self.engine.place_optimizer_state(self.optimizer)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self.engine.settle()
         self.method.load(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
+        self.engine.settle()
         self.method.load(Path(str(self.state.best_model_checkpoint)))

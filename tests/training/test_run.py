@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import finetune
 from finetune.core.errors import (
@@ -160,18 +162,52 @@ def test_methods_choose_by_the_calibration_rows(workshop: Path, tmp_path: Path) 
         assert all(word in text for text in texts)
 
 
-@pytest.mark.integration
-@pytest.mark.multi_process
-@pytest.mark.parametrize("method", ["{name: lisa, layers: 1, interval: 2}", "top_layers"])
-def test_a_recipe_trains_in_two_processes(workshop: Path, tmp_path: Path, method: str) -> None:
-    recipe = [str(workshop / "recipe.yaml"), f"output_dir={tmp_path / 'run'}", f"method={method}", "eval.tasks=[]"]
+def two_processes(workshop: Path, output: Path, *overrides: str) -> str:
+    recipe = [str(workshop / "recipe.yaml"), f"output_dir={output}", "eval.tasks=[]", *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-m", "finetune", "train", *recipe, "--nproc", "2"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "find_unused_parameters" not in done.stderr  # torch warns of what is not needed
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "completed"
-    load_tuned(tmp_path / "run", dtype="float32", device="cpu")
+    assert json.loads((output / "run.json").read_text())["status"] == "completed"
+    load_tuned(output, dtype="float32", device="cpu")
+    return done.stderr
+
+
+@pytest.mark.integration
+@pytest.mark.multi_process
+@pytest.mark.parametrize("method", ["{name: lisa, layers: 1, interval: 2}", "top_layers"])
+def test_a_recipe_trains_in_two_processes(workshop: Path, tmp_path: Path, method: str) -> None:
+    said = two_processes(workshop, tmp_path / "run", f"method={method}")
+    assert "find_unused_parameters" not in said  # torch warns of what is not needed
+
+
+@pytest.mark.integration
+@pytest.mark.multi_process
+@pytest.mark.parametrize("method", ["full", "{name: lora, r: 2}"])
+def test_a_sharded_run_is_that_of_one_process_and_goes_on_from_its_checkpoint(
+    workshop: Path, tmp_path: Path, method: str
+) -> None:
+    run, once = tmp_path / "run", tmp_path / "once"
+    # Adam's first step of a gradient near zero is a matter of rounding, unless eps is above it.
+    same = [f"method={method}", "train.adam_epsilon=1e-3", "train.activation_checkpointing=true"]
+    sharded = [*same, "train.per_device_train_batch_size=2", "engine.strategy=fsdp"]
+    train(workshop, once, *same, "train.per_device_train_batch_size=2", "train.gradient_accumulation_steps=2")
+    two_processes(workshop, run, *sharded)
+    expected, found = learned(once / "final"), learned(run / "final")
+    assert expected.keys() == found.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, atol=2e-6, rtol=1e-5)
+    shutil.rmtree(run / "checkpoint-6")
+    shutil.rmtree(run / "final")
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**record, "status": "interrupted"}))
+    two_processes(workshop, run, *sharded, "--resume")
+    for key, tensor in learned(run / "final").items():
+        assert torch.equal(tensor, found[key]), key
+
+
+def learned(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
 
 
 def test_a_tuned_model_is_merged_exported_and_asked(s2ft_run: Path, tmp_path: Path) -> None:
