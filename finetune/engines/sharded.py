@@ -73,6 +73,7 @@ class Sharded(Replicated):
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
         _, blocks = find_blocks(base)
         apart = set() if method.shards else set(method.trained_parameters().values())
+        apart |= set(model.parameters()) - set(base.parameters())  # what a prompt encoder keeps frozen is learned state
         options: dict[str, Any] = {
             "mesh": mesh,
             "ignored_params": apart,
