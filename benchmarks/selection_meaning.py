@@ -39,7 +39,7 @@ SCORERS: Mapping[str, Mapping[str, Any]] = {
     "selectit_token": {**_RATED, "num_prompts": 1},
     "deita": {"name": "deita"},
     "judge": {"name": "judge"},
-    "rds_plus": {"name": "rds_plus", "target": [str(TARGET)], "target_rows": 20},
+    "rds_plus": {"name": "rds_plus", "target": str(TARGET), "target_rows": 20},
     "k_center": {"name": "k_center"},
     "facility_location": {"name": "facility_location"},
     "less": {
@@ -160,7 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         target = answered(TARGET, Path(scratch))
         for name, spec in SCORERS.items():
-            found = measurements.scores({**spec, "target": [str(target)]} if "target" in spec else spec)
+            own = json.loads(json.dumps(spec).replace(str(TARGET), str(target)))
+            found = measurements.scores(own)
             claims += claims_of(name, found[: len(intact)], found[len(intact) :])
             print(f"{claims[-1].name} {claims[-1].value:.3f}", file=sys.stderr)
     report(f"mismatched pairs with {MODEL}, {torch.get_num_threads()} threads", claims, given.json)
