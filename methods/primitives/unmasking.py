@@ -13,7 +13,7 @@ from finetune.core.errors import TrainingError
 from finetune.methods.primitives.entry_choice import TopEntries, offsets_of, top_of
 from finetune.methods.primitives.entry_pool import EntryPool, EntryTensor
 from finetune.methods.primitives.entry_schedule import EntrySchedule
-from finetune.methods.primitives.gradient_block import block_in_reach
+from finetune.methods.primitives.gradient_block import GradientBlock, block_in_reach, columns_in_reach
 from finetune.methods.primitives.process_group import (
     PROPOSALS_PER_ENTRY,
     mean_over_processes,
@@ -117,15 +117,14 @@ class Unmasking(EntrySchedule):
     def observe_factors(self, entries: EntryTensor, grad: Tensor, x: Tensor) -> bool:
         """Scores one tensor by the block of its gradient that can hold what is unmasked, where it is small."""
         assert self._top is not None
-        if self._top.bound is None or not self._complete(entries):
+        # oneDNN prepares a 16-bit product anew for every size of a block, and that takes longer than the whole does.
+        if grad.dtype != torch.float32 or self._top.bound is None or not self._complete(entries):
             return False
         block = block_in_reach(grad, x, self._rule.least_gradient(self._top.bound))
         if block.share > _WORTHWHILE:
             return False
         gradient = block.product(grad, x)
-        scores = self._rule.score(gradient, block.of(entries.weight.detach()))
-        scores[block.places(entries.pattern)] = -torch.inf
-        self._top.add(entries.name, scores, gradient, block.positions())
+        self._score_block(entries, block, gradient, gradient)
         return True
 
     def _complete(self, entries: EntryTensor) -> bool:
@@ -169,7 +168,18 @@ class Unmasking(EntrySchedule):
 
     def _score(self, entries: EntryTensor, gradient: Tensor, own: Tensor) -> None:
         assert self._top is not None
+        if self._top.bound is not None:
+            block = columns_in_reach(gradient, self._rule.least_gradient(self._top.bound))
+            if block.share <= _WORTHWHILE:
+                self._score_block(entries, block, block.of(gradient), block.of(own))
+                return
         self._top.add(entries.name, self._open_scores(entries, gradient), own)
+
+    def _score_block(self, entries: EntryTensor, block: GradientBlock, gradient: Tensor, own: Tensor) -> None:
+        assert self._top is not None
+        scores = self._rule.score(gradient, block.of(entries.flat))
+        scores[block.places(entries.index)] = -torch.inf
+        self._top.add(entries.name, scores, own, block.positions())
 
     def end_pass(self, gradient: Tensor) -> None:
         """Unmasks the best entries, in the backward pass, so that clipping sees their gradients."""

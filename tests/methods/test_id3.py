@@ -18,8 +18,7 @@ from finetune.core.errors import TrainingError
 from finetune.methods import build_method
 from finetune.methods.primitives import unmasking
 from finetune.methods.primitives.entry_choice import TopEntries, offsets_of
-from finetune.methods.primitives.entry_gradient import EntryPattern
-from finetune.methods.primitives.gradient_block import GradientBlock, block_in_reach
+from finetune.methods.primitives.gradient_block import GradientBlock, block_in_reach, columns_in_reach
 from finetune.methods.primitives.unmasking import UnmaskingRule, unmasked_by
 from support.processes import one_and_two_processes
 from support.steps import adamw, take_steps
@@ -206,8 +205,25 @@ def test_a_block_holds_all_that_reaches_and_knows_its_places(tokens: int) -> Non
     torch.testing.assert_close(block.product(grad, x), dense.reshape(-1)[inside])
     assert torch.equal(block.of(dense), dense.reshape(-1)[inside])
     index = torch.randperm(30 * 40, generator=generator)[:300].sort().values
-    places = block.places(EntryPattern(index.int(), 30, 40))
+    places = block.places(index.int())
     assert block.positions()[places].tolist() == index[inside[index]].tolist()
+
+
+@pytest.mark.parametrize("shape", [(30, 64), (7, 11)])  # one that divides into rows, and what does not divide into them
+def test_the_columns_in_reach_hold_all_that_reaches(shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator) ** 4
+    dense[2, 3] = torch.nan
+    flat = dense.reshape(-1)
+    block = columns_in_reach(flat, dense.nan_to_num().abs().quantile(0.99))
+    assert 0.0 < block.share < 0.8
+    inside = torch.zeros(flat.numel(), dtype=torch.bool)
+    inside[block.positions()] = True
+    assert inside[2 * shape[1] + 3]
+    assert (flat.abs()[~inside] < dense.nan_to_num().abs().quantile(0.99)).all()
+    torch.testing.assert_close(block.of(flat), flat[inside], equal_nan=True)
+    index = torch.randperm(flat.numel(), generator=generator)[:50].sort().values
+    assert block.positions()[block.places(index)].tolist() == index[inside[index]].tolist()
 
 
 def test_a_block_holds_what_is_not_finite() -> None:
