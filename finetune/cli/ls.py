@@ -23,7 +23,7 @@ Row = dict[str, str]
 
 
 def ls(
-    kind: Annotated[str, typer.Argument(help="recipes, methods, selectors, templates or tasks.")] = "recipes",
+    kind: Annotated[str, typer.Argument(help="recipes, methods, engines, selectors, templates or tasks.")] = "recipes",
     name: Annotated[str | None, typer.Argument(help="A method or selector, whose keys are listed.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -72,6 +72,20 @@ def _methods() -> list[Row]:
     ]
 
 
+def _engines() -> list[Row]:
+    from finetune.engines.capabilities import STRATEGIES, unsupported
+    from finetune.methods import discover
+
+    return [
+        {"method": name} | {strategy: _verdict(unsupported(discover().get(name), strategy)) for strategy in STRATEGIES}
+        for name in discover()
+    ]
+
+
+def _verdict(reason: str) -> str:
+    return f"no: {reason}" if reason else "yes"
+
+
 def _selectors() -> list[Row]:
     from finetune.data_selection import discover
 
@@ -117,6 +131,7 @@ def _keys(config: type[BaseModel]) -> list[Row]:
 _KINDS: dict[str, Callable[[], list[Row]]] = {
     "recipes": _recipes,
     "methods": _methods,
+    "engines": _engines,
     "selectors": _selectors,
     "templates": _templates,
     "tasks": _tasks,

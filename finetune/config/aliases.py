@@ -67,6 +67,10 @@ RENAMED: dict[str, str] = {
 }
 """Foreign key -> ours; the value keeps its meaning. A key with a section before it is meant in that section only."""
 
+_WHOLE_SEQUENCES = (
+    "a sequence is not split over processes: train.activation_checkpointing: true, or a smaller data.max_length"
+)
+
 ADVICE: dict[str, str] = {
     "train_on_inputs": "data.loss_on: all   (or assistant)",
     "train_on_input": "data.loss_on: all   (or assistant)",
@@ -99,7 +103,11 @@ ADVICE: dict[str, str] = {
     "fsdp": "engine.strategy",
     "train.fsdp": "engine.strategy",
     "train.fsdp_config": "engine.strategy",
-    "train.parallelism_config": "engine.strategy",
+    "train.parallelism_config": "engine.strategy: fsdp; a sequence is not split over processes",
+    "context_parallel_size": _WHOLE_SEQUENCES,
+    "sequence_parallel_size": _WHOLE_SEQUENCES,
+    "cp_size": _WHOLE_SEQUENCES,
+    "sp_size": _WHOLE_SEQUENCES,
     "train.local_rank": "finetune train RECIPE --nproc N",
     "train.do_train": "remove it: `finetune train` trains",
     "train.do_eval": "data.eval, with train.eval_strategy",
