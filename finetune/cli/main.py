@@ -30,6 +30,7 @@ from finetune.cli import (
     validate,
     version,
 )
+from finetune.cli.launch import lost_a_process
 from finetune.cli.output import WarningList, print_error
 from finetune.cli.settings import COMMON_OPTIONS, Settings
 from finetune.core.errors import FinetuneError, list_choices, nearest
@@ -168,6 +169,8 @@ def _as_ours(error: Exception, settings: Settings) -> tuple[FinetuneError, int]:
         what = error.strerror[0].lower() + error.strerror[1:]
         wrong_path = isinstance(error, _WRONG_PATHS)
         return FinetuneError(what, where=str(error.filename or "")), WRONG_INPUT if wrong_path else FAILED
+    if lost_a_process(error):
+        return FinetuneError("another process of this run is gone", fix="what it said last, or the launcher"), FAILED
     fix = "" if settings.debug else "the same command with --debug shows where"
     what = f"unexpected {type(error).__name__}"
     return FinetuneError(what, got=" ".join(str(error).split()), fix=fix), FAILED

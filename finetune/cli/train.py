@@ -34,14 +34,18 @@ def train(
     overwrite: Overwrite = False,
     force: Annotated[bool, typer.Option("--force", help="Start although the memory estimate says no.")] = False,
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="Processes; what follows -- goes to torchrun.")] = 1,
+    max_restarts: Annotated[
+        int,
+        typer.Option("--max-restarts", min=0, help="How often processes that died go on from the last checkpoint."),
+    ] = 0,
 ) -> int:
     """Fine-tunes a model as a recipe says."""
     settings: Settings = context.obj
     loaded = load_from_arguments(context, recipe)
     from finetune.cli.launch import launch, leave_processes
 
-    if nproc > 1:
-        return launch(nproc, settings)
+    if nproc > 1 or max_restarts:
+        return launch(nproc, settings, max_restarts=max_restarts)
 
     from finetune.training.run import train as run
 

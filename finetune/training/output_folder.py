@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,9 +11,30 @@ from finetune.core.errors import CheckpointError, FinetuneWarning, RefusedError
 from finetune.planning.host import free_disk
 from finetune.training.checkpoint import newest_complete
 
-__all__ = ["RECORD", "check_disk", "check_output", "checkpoint_to_resume", "clear_output"]
+__all__ = [
+    "RECORD",
+    "check_disk",
+    "check_output",
+    "checkpoint_to_resume",
+    "clear_output",
+    "launch_id",
+    "started_again",
+]
 
 RECORD = "run.json"
+
+
+def launch_id() -> str:
+    """Returns what torchrun calls the launch that this process belongs to, or an empty string."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def started_again(run: Path) -> bool:
+    """Returns whether torchrun starts the processes anew after one of them died, and ``run`` is what they had begun."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not (run / RECORD).is_file():
+        return False
+    recorded: dict[str, object] = json.loads((run / RECORD).read_text(encoding="utf-8"))
+    return recorded.get("launch") == launch_id()
 
 
 def check_output(run: Path, *, resume: bool, overwrite: bool) -> None:

@@ -128,9 +128,7 @@ class Plan:
             "base_dtype": metadata["base_dtype"],
             "data_fingerprint": self.train.fingerprint,
             "seed": self.recipe.seed,
-            "world_size": arguments.world_size,
-            "per_device_train_batch_size": arguments.per_device_train_batch_size,
-            "gradient_accumulation_steps": arguments.gradient_accumulation_steps,
+            "rows_per_step": self.rows_per_step,
             "optimizer": str(arguments.optim.value if hasattr(arguments.optim, "value") else arguments.optim),
             "schedule": {name: str(getattr(arguments, name)) for name in same},
         }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core.files import write_json
 from finetune.environment import toolkit_version
-from finetune.training.output_folder import RECORD
+from finetune.training.output_folder import RECORD, launch_id
 
 if TYPE_CHECKING:
     from finetune.config.schema import Recipe
@@ -47,6 +47,7 @@ class RunRecord:
             "ended": None,
             "seconds": None,
             "argv": sys.argv,
+            "launch": launch_id(),
             "finetune": toolkit_version(),
             "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
             "python": platform.python_version(),

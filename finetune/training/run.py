@@ -25,7 +25,14 @@ from finetune.training.estimate import estimate_plan
 from finetune.training.inflight import InFlightChecks, StopOnSignal
 from finetune.training.loss import LeanLoss
 from finetune.training.memory import peak_device_bytes
-from finetune.training.output_folder import RECORD, check_disk, check_output, checkpoint_to_resume, clear_output
+from finetune.training.output_folder import (
+    RECORD,
+    check_disk,
+    check_output,
+    checkpoint_to_resume,
+    clear_output,
+    started_again,
+)
 from finetune.training.plan import Plan, make_plan
 from finetune.training.progress import Metrics, ProgressDisplay
 from finetune.training.record import RunRecord, as_recorded
@@ -82,6 +89,8 @@ def train(
     """
     console = console or Console(stderr=True)
     run = Path(loaded.recipe.output_dir)
+    if started_again(run):
+        resume, overwrite = "last", False
     check_output(run, resume=resume is not None, overwrite=overwrite)
     if loaded.recipe.data.selection:
         from finetune.selection.for_training import select_for_training
@@ -114,7 +123,10 @@ class _Run:
 
     def execute(self, *, force: bool, fresh: bool) -> RunResult:
         engine = self.plan.engine
-        before = self._evaluate(self.plan.model) if self._wants_before() and not engine.together else []
+        earlier = self._earlier()
+        before: list[dict[str, Any]] = earlier.get("evaluation", {}).get("before", [])
+        if self._wants_before() and not engine.together:
+            before = self._evaluate(self.plan.model)
         model = self.plan.attach(self.checkpoint)
         estimate = estimate_plan(self.plan)
         self._preflight(estimate, force=force)
@@ -126,19 +138,31 @@ class _Run:
                 clear_output(self.run)
             self._write_inputs()
             say(self.console, describe_plan(self.plan, estimate, self.run))
-        self.plan.arguments.distributed_state.wait_for_everyone()
-        engine.prepare(model, self.plan.method, self.plan.arguments.device)
-        if self._wants_before() and engine.together:
-            before = self._evaluate(model)  # nobody can compute alone with shards: as it is before its first step
         record = RunRecord(self.run, describe_record(self.loaded, self.plan, estimate, before))
         if self.is_main:
+            if earlier.get("plan", record.fields["plan"]) != record.fields["plan"]:
+                say(self.console, "resume   the same rows per step, in other parts: equal to rounding")
             record.update()
+        self.plan.arguments.distributed_state.wait_for_everyone()
         try:
+            engine.prepare(model, self.plan.method, self.plan.arguments.device)
+            if self._wants_before() and engine.together:
+                # Nobody can compute alone with shards: this is the model as it is before its first step.
+                before = self._evaluate(model)
+                if self.is_main:
+                    record.update(evaluation={"before": before, "after": []})
             return self._train_and_finish(model, record)
         except BaseException as error:
             if self.is_main:
                 record.end("failed", error=str(error) or type(error).__name__)
             raise
+
+    def _earlier(self) -> dict[str, Any]:
+        """Returns the record of the run that goes on, or an empty one."""
+        if self.checkpoint is None or not (self.run / RECORD).is_file():
+            return {}
+        recorded: dict[str, Any] = json.loads((self.run / RECORD).read_text(encoding="utf-8"))
+        return recorded
 
     def _wants_before(self) -> bool:
         evaluation = self.loaded.recipe.eval
@@ -247,7 +271,7 @@ class _Run:
         arguments = plan.arguments
         sampler = EpochSampler(
             plan.train.dataset["length"],
-            batch_size=arguments.per_device_train_batch_size,
+            batch_size=plan.rows_per_step,
             seed=plan.recipe.seed,
             group_by_length=plan.recipe.data.group_by_length,
         )

@@ -20,7 +20,8 @@ class EpochSampler(Sampler[int]):
 
     Args:
         lengths: Tokens of each example.
-        batch_size: Rows of a micro-batch.
+        batch_size: Rows of an optimizer step over all processes, so that the order does not depend on how the step is
+            cut into micro-batches and processes: a run may go on with other numbers of them.
         seed: Seed of the order.
         group_by_length: False for a plain shuffle.
     """

@@ -39,9 +39,9 @@ def test_common_options_stand_anywhere_and_the_rest_is_the_launchers(monkeypatch
 
 @pytest.mark.parametrize("count", [["--nproc", "2"], ["--nproc=2"]])
 def test_several_processes_get_the_same_command_line(count: list[str]) -> None:
-    settings = Settings.read(["train", "a.yaml", *count, "k=v", "--resume", "--no-color", "--", "--max-restarts=0"])
-    assert _torchrun_arguments(2, settings) == [
-        *("--standalone", "--nproc-per-node=2", "--max-restarts=0"),
+    settings = Settings.read(["train", "a.yaml", *count, "k=v", "--resume", "--no-color", "--", "--rdzv-conf=x=1"])
+    assert _torchrun_arguments(2, settings, 3) == [
+        *("--standalone", "--nproc-per-node=2", "--max-restarts=3", "--rdzv-conf=x=1"),
         *("-m", "finetune", "train", "a.yaml", "k=v", "--resume", "--no-color"),
     ]
 

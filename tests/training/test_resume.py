@@ -125,7 +125,7 @@ def test_ctrl_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> Non
 
     # The same recipe with another accumulation, method or data is another run.
     for override, part in {
-        "train.gradient_accumulation_steps=2": "gradient accumulation steps",
+        "train.gradient_accumulation_steps=2": "rows per step",
         "method.ratio=0.2": "method config",
         "data.max_length=64": "data fingerprint",
     }.items():
