@@ -111,6 +111,7 @@ class _Step:
     length: int
     checkpointing: bool
     eager: bool
+    in_flight: int | None
 
     @property
     def adapter_bytes(self) -> int:
@@ -128,6 +129,7 @@ def estimate_memory(
     micro_batch: int,
     length: int,
     checkpointing: bool = False,
+    in_flight: int | None = None,
     attn_implementation: str = "sdpa",
     method_kind: Literal["adapter", "delta", "subset"] = "adapter",
     label_tokens: int | None = None,
@@ -149,6 +151,7 @@ def estimate_memory(
         micro_batch: Rows of one forward pass.
         length: Tokens of a row after padding.
         checkpointing: Whether every block keeps its input only and is computed a second time in the backward pass.
+        in_flight: Bytes of activations on their way, where activations are put away; None means that they stay.
         attn_implementation: ``eager`` keeps the attention matrix, every other one does not.
         method_kind: Kind of the method: what a trained linear keeps of its input depends on it.
         label_tokens: Positions of a micro-batch that carry loss and reach the head; None means all.
@@ -174,6 +177,7 @@ def estimate_memory(
         length=length,
         checkpointing=checkpointing,
         eager=attn_implementation == "eager",
+        in_flight=in_flight,
     )
     static = {
         "process": process_bytes,
@@ -220,6 +224,8 @@ def _phases(step: _Step, label_tokens: int, logits_chunk: int | None) -> dict[st
         if not step.checkpointing and not step.places.embedding and first < shape.layers:
             kept -= _without_gradient(step, first) * tokens
     kept += e * shape.h * (label_tokens if step.places.head else 0) + e * shape.h * tokens * step.places.final_norm
+    if step.in_flight is not None:
+        kept = min(kept, step.in_flight + within)
     at_once = label_tokens if logits_chunk is None else min(label_tokens, logits_chunk)
     phases = {
         "start of the backward pass": (kept, 12 * shape.vocabulary * at_once, 0),

@@ -12,6 +12,7 @@ import transformers
 
 from finetune import __version__
 from finetune.report.record import next_commands
+from finetune.training.activations import activation_lines
 from finetune.training.streaming import streaming_lines, traffic_lines
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def describe_plan(plan: Plan, estimate: MemoryEstimate, run: Path) -> str:
             f"estimate {estimate.peak / 1e9:.2f} GB peak ({parts})  free {estimate.available / 1e9:.1f} GB",
         ),
         *streaming_lines(plan),
+        *activation_lines(recipe.engine.offload),
         ("output", str(run)),
         ("example", f"{example}   (brackets = loss)"),
     ]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetune.offload.spill import IN_FLIGHT
 from finetune.planning.host import available_memory, resident_bytes
 from finetune.planning.memory import MemoryEstimate, estimate_memory
 from finetune.training.loss import CHUNK
@@ -39,6 +40,7 @@ def estimate_plan(plan: Plan) -> MemoryEstimate:
         micro_batch=rows,
         length=length,
         checkpointing=arguments.activation_checkpointing is True or recomputes(plan),
+        in_flight=None if plan.recipe.engine.offload.activations == "none" else IN_FLIGHT,
         attn_implementation=model.config._attn_implementation,
         method_kind=plan.method.kind,
         label_tokens=rows * plan.train.longest_labels,

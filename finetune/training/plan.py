@@ -23,6 +23,7 @@ from finetune.models.dtype import best_attention, resolve_device
 from finetune.models.load import resolve_dtype
 from finetune.offload import BlockStreamer, load_streamed
 from finetune.planning.host import available_memory
+from finetune.training.activations import check_activations
 from finetune.training.streaming import STREAMED, check_streamed
 
 if TYPE_CHECKING:
@@ -178,6 +179,7 @@ def make_plan(recipe: Recipe, *, meta: bool = False, limit: int | None = None) -
     stored = recipe.engine.offload.weights
     if stored in STREAMED:
         check_streamed(method, arguments, device)
+    check_activations(recipe.engine.offload, engine, device)
     if stored not in STREAMED or meta:
         model = load_model(
             section.name_or_path,

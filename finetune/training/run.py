@@ -19,6 +19,7 @@ from finetune.report.model_card import write_model_card
 from finetune.report.page import write_report
 from finetune.report.plots import write_plots
 from finetune.report.say import say, say_log
+from finetune.training.activations import offload_activations
 from finetune.training.checkpoint import check_identity, list_checkpoints
 from finetune.training.describe import describe_end, describe_plan, describe_record
 from finetune.training.estimate import estimate_plan
@@ -246,6 +247,8 @@ class _Run:
             ) from error
         finally:
             lean.remove()
+            if trainer.activations is not None:
+                trainer.activations.close()
             config.use_cache = use_cache
         seconds = time.perf_counter() - started
         if stop.received is not None:
@@ -281,6 +284,7 @@ class _Run:
             sampler=sampler,
             identity=plan.identity(),
             engine=plan.engine,
+            activations=offload_activations(plan.recipe.engine.offload, model, self.run),
             model=model,
             args=arguments,
             data_collator=plan.collator(),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from finetune.engines.engine import Engine
     from finetune.methods import Method
+    from finetune.offload.activations import OffloadedActivations
 
 __all__ = ["FinetuneTrainer"]
 
@@ -38,13 +39,22 @@ class FinetuneTrainer(Trainer):
         sampler: The order of the examples.
         identity: What a checkpoint must agree with to be resumed.
         engine: How the processes share the model, which is prepared.
+        activations: What puts them away between forward and backward pass, or None.
         **kwargs: As for ``transformers.Trainer``.
     """
 
     def __init__(
-        self, *, method: Method, sampler: EpochSampler, identity: dict[str, Any], engine: Engine, **kwargs: Any
+        self,
+        *,
+        method: Method,
+        sampler: EpochSampler,
+        identity: dict[str, Any],
+        engine: Engine,
+        activations: OffloadedActivations | None = None,
+        **kwargs: Any,
     ) -> None:
         self.engine = engine
+        self.activations = activations
         super().__init__(**kwargs)
         # What transformers does for a model that it sharded while loading it is what an engine that owns the model
         # needs: no wrapper, no second sharding, an optimizer over the parameters as they are.
@@ -92,6 +102,12 @@ class FinetuneTrainer(Trainer):
         with self.engine.micro_batch(last=self.accelerator.sync_gradients):
             loss: Tensor = super().training_step(*args, **kwargs)
         return loss
+
+    def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Runs a forward pass; what it keeps for the backward pass may wait elsewhere."""
+        away = contextlib.nullcontext() if self.activations is None else self.activations.forward()
+        with away:
+            return super().compute_loss(model, *args, **kwargs)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # accelerate does not reach a sampler under the wrapper that skips batches on resume.
