@@ -92,6 +92,7 @@ class Method(ABC):
         takes_turns: Whether parameters that train may rest for some steps.
         shards: Whether FSDP2 takes apart what trains with the rest; otherwise every process has it whole.
         whole_weights: Why every process needs the model's weights in one piece, or an empty string.
+        own_optimizer: Why it must see the optimizer and the gradients as they are, or an empty string; ZeRO hides both.
         stock: Whether stock PEFT loads what it saves.
         routes: Whether it tells the rows of a batch apart by their task: ``model(..., tasks=[...])``.
         model: The model after :meth:`attach`.
@@ -108,6 +109,7 @@ class Method(ABC):
     takes_turns: ClassVar[bool] = False
     shards: ClassVar[bool] = False
     whole_weights: ClassVar[str] = ""
+    own_optimizer: ClassVar[str] = ""
     stock: ClassVar[bool] = False
     routes: ClassVar[bool] = False
     Config: ClassVar[type[MethodConfig]] = MethodConfig

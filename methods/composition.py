@@ -45,6 +45,7 @@ class Composition(Method):
         self.paper = methods[-1].paper  # type: ignore[misc]
         self.kind: Kind = methods[-1].kind  # type: ignore[misc]
         self.whole_weights = next((m.whole_weights for m in methods if m.whole_weights), "")  # type: ignore[misc]
+        self.own_optimizer = next((m.own_optimizer for m in methods if m.own_optimizer), "")  # type: ignore[misc]
         self.shards = methods[-1].shards  # type: ignore[misc]
         self.takes_turns = methods[-1].takes_turns  # type: ignore[misc]
         self.routes = any(method.routes for method in methods)  # type: ignore[misc]

@@ -76,6 +76,7 @@ class Estimator(InPlace):
     direction and step, from which :meth:`replay` makes the same weights again.
     """
 
+    own_optimizer: ClassVar[str] = "its optimizer holds one number per direction, and there is nothing to spread"
     Config: ClassVar[type[MethodConfig]] = EstimatorConfig
     config: EstimatorConfig
     _directions: Directions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from finetune.core.errors import CheckpointError
 from finetune.methods.selected_entries import SelectedEntries
@@ -23,6 +23,8 @@ class ScheduledEntries(SelectedEntries):
 
     The schedule's position is part of the state, so that a run resumed in the middle goes on exactly.
     """
+
+    own_optimizer: ClassVar[str] = "its optimizer state moves with the entries that it chooses while it trains"
 
     @abstractmethod
     def _make_schedule(self) -> EntrySchedule:

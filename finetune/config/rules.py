@@ -24,15 +24,40 @@ def broken_rules(recipe: Recipe, given: Given) -> list[Problem]:
     return [problem for rule in RULES if (problem := rule(recipe, given)) is not None]
 
 
-def _engine_exists(recipe: Recipe, given: Given) -> Problem | None:
-    if recipe.engine.strategy != "deepspeed":
+def _deepspeed_is_installed(recipe: Recipe, given: Given) -> Problem | None:
+    if recipe.engine.strategy != "deepspeed" or importlib.util.find_spec("deepspeed") is not None:
         return None
     return Problem(
-        f"engine {recipe.engine.strategy!r} does not exist yet",
+        "deepspeed is not installed",
         given.where("engine.strategy"),
-        want="auto, single, ddp, fsdp, hsdp",
-        fix="engine.strategy: auto",
+        fix='pip install "finetune-toolkit[deepspeed]", or engine.strategy: fsdp, which needs nothing more',
     )
+
+
+def _deepspeed_offloads(recipe: Recipe, given: Given) -> Problem | None:
+    section = recipe.engine
+    zero = section.strategy == "deepspeed"
+    if section.offload.optimizer == "cpu" and not zero:
+        return Problem(
+            "only deepspeed keeps the optimizer's state elsewhere",
+            given.where("engine.offload.optimizer"),
+            fix="engine.strategy: deepspeed, or engine.offload.optimizer: none",
+        )
+    if zero and section.offload.weights != "none" and (section.offload.weights != "cpu" or section.deepspeed.stage < 3):
+        return Problem(
+            "deepspeed keeps weights elsewhere where it has taken them apart, in the CPU's memory",
+            given.where("engine.offload.weights"),
+            got=f"{section.offload.weights}, stage {section.deepspeed.stage}",
+            fix="engine.offload.weights: cpu with engine.deepspeed.stage: 3",
+        )
+    return None
+
+
+def _deepspeed_file_exists(recipe: Recipe, given: Given) -> Problem | None:
+    config = recipe.engine.deepspeed.config
+    if not isinstance(config, str) or Path(config).is_file():
+        return None
+    return _no_file(config, given.where("engine.deepspeed.config"))
 
 
 def _streamed_once(recipe: Recipe, given: Given) -> Problem | None:
@@ -135,7 +160,9 @@ def _trackers_are_installed(recipe: Recipe, given: Given) -> Problem | None:
 
 
 RULES: tuple[Rule, ...] = (
-    _engine_exists,
+    _deepspeed_is_installed,
+    _deepspeed_offloads,
+    _deepspeed_file_exists,
     _streamed_once,
     _model_file_exists,
     _training_data_exist,

@@ -149,7 +149,11 @@ class OffloadSection(Section):
     weights: Literal["none", "cpu", "disk", "mmap"] = Field(
         default="none",
         description="Frozen weights of the blocks; disk: read into buffers block by block; mmap: paged in by the "
-        "system; cpu: shards of fsdp wait in the CPU's memory; none: where they are computed with.",
+        "system; cpu: shards of fsdp or ZeRO-3 wait in the CPU's memory; none: where they are computed with.",
+    )
+    optimizer: Literal["none", "cpu"] = Field(
+        default="none",
+        description="Optimizer state; cpu: it stays in the CPU's memory, and the step is computed there (deepspeed).",
     )
     activations: Literal["none", "cpu", "disk"] = Field(
         default="none",
@@ -159,13 +163,28 @@ class OffloadSection(Section):
     slots: int = Field(default=2, ge=2, description="Buffers of weights: disk, each of a block's size.")
 
 
+class DeepspeedSection(Section):
+    """DeepSpeed's ZeRO."""
+
+    stage: Literal[1, 2, 3] = Field(
+        default=2,
+        description="What is spread over the processes: 1: the optimizer's state; 2: gradients too; 3: weights too.",
+    )
+    config: dict[str, Any] | str | None = Field(
+        default=None,
+        description="DeepSpeed's own configuration for what the recipe does not say, or a JSON file that holds it; "
+        "null: none.",
+    )
+
+
 class EngineSection(Section):
     """Processes and devices."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp", "deepspeed"] = Field(
         default="auto",
         description="How several processes share the model. ddp: each has all of it; fsdp: sharded over all; hsdp: "
-        "sharded within groups; auto: one process alone, several by ddp where the model fits on each, else by fsdp.",
+        "sharded within groups; deepspeed: ZeRO; auto: one process alone, several by ddp where the model fits on each, "
+        "else by fsdp.",
     )
     shard_size: int | None = Field(
         default=None,
@@ -177,6 +196,7 @@ class EngineSection(Section):
         description="Dtype in which fsdp and hsdp gather the frozen weights of blocks, for adapters; int8 rounds them, "
         "as a quantised base does; null: their own.",
     )
+    deepspeed: DeepspeedSection = Field(default=DeepspeedSection(), description="ZeRO, with strategy deepspeed.")
     offload: OffloadSection = Field(
         default=OffloadSection(), description="What is kept elsewhere until it is computed with."
     )

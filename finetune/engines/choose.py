@@ -32,7 +32,7 @@ def resolve_strategy(section: EngineSection, processes: int, *, weights: int, ro
         ConfigError: One process is to be several, or several one.
     """
     strategy = section.strategy
-    if processes == 1 and strategy in ("ddp", "fsdp", "hsdp"):
+    if processes == 1 and strategy in ("ddp", "fsdp", "hsdp", "deepspeed"):
         raise ConfigError(
             f"{strategy} shares a model among processes, and there is one",
             where="engine.strategy",
@@ -62,7 +62,7 @@ def choose_engine(strategy: str, section: EngineSection, processes: int, method:
         CapabilityError: The method does not train so.
         ConfigError: The processes do not divide into groups of ``engine.shard_size``.
     """
-    require_supported(method, strategy)
+    require_supported(method, strategy if strategy != "deepspeed" else f"zero-{section.deepspeed.stage}")
     from finetune.engines.engine import Engine
     from finetune.engines.replicated import Replicated
     from finetune.engines.sharded import Sharded
@@ -75,6 +75,17 @@ def choose_engine(strategy: str, section: EngineSection, processes: int, method:
             shard_size=processes if strategy == "fsdp" else _shard_size(section.shard_size, processes),
             offload=section.offload.weights == "cpu",
             int8=section.gather_dtype == "int8",
+        )
+    if strategy == "deepspeed":
+        from finetune.engines.zero import Zero
+        from finetune.engines.zero_config import read_config
+
+        return Zero(
+            processes,
+            stage=section.deepspeed.stage,
+            config=read_config(section.deepspeed.config),
+            offload_weights=section.offload.weights == "cpu",
+            offload_optimizer=section.offload.optimizer == "cpu",
         )
     return Replicated(processes) if strategy == "ddp" and method.takes_turns else Engine(processes)
 

@@ -28,11 +28,13 @@ class Engine:
     Attributes:
         owns_model: Whether the engine places the model and averages its gradients, so that accelerate must do neither.
         together: Whether every process has to take part in each forward pass and in each save.
+        head_whole: Whether the output head's weight can be read outside its forward pass.
     """
 
     name: ClassVar[str] = "ddp"
     owns_model: ClassVar[bool] = False
     together: ClassVar[bool] = False
+    head_whole: bool = True
 
     def __init__(self, processes: int) -> None:
         self.processes = processes
@@ -51,6 +53,36 @@ class Engine:
 
     def begin(self) -> None:
         """Checks that the processes agree; the optimizer exists."""
+
+    def take(self, optimizer: Optimizer, *, max_norm: float) -> Optimizer:
+        """Returns what the trainer steps: ``optimizer``, over the trained parameters, or what stands for it.
+
+        Args:
+            optimizer: Not stepped yet.
+            max_norm: Norm that gradients are clipped to; 0: they are not.
+        """
+        return optimizer
+
+    def network(self, model: nn.Module) -> nn.Module:
+        """Returns what a training step calls in place of ``model``."""
+        return model
+
+    def grad_norm(self) -> float | None:
+        """Returns the norm of the averaged gradients where the engine clips them itself."""
+        return None
+
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Returns whether the backward passes of this step reached a parameter that trains."""
+        return parameter.grad is not None
+
+    @contextlib.contextmanager
+    def whole(self, *, write: bool = False) -> Iterator[None]:
+        """Has every process see the trained parameters as the method saves and loads them; all of them take part.
+
+        Args:
+            write: Whether every process puts the same values into them.
+        """
+        yield
 
     @contextlib.contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from finetune.core.errors import TrainingError
+from finetune.engines.engine import Engine
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -33,10 +34,12 @@ class InFlightChecks(TrainerCallback):
     Args:
         method: The attached method.
         after: Optimizer steps of this process after which F2 is checked; a shorter run is checked at its end.
+        engine: How the processes share the model; None: one process.
     """
 
-    def __init__(self, method: Method, after: int = 3) -> None:
+    def __init__(self, method: Method, after: int = 3, engine: Engine | None = None) -> None:
         self._method = method
+        self._engine = engine or Engine(1)
         self._after = after
         self._steps = 0
 
@@ -54,7 +57,8 @@ class InFlightChecks(TrainerCallback):
         }
         every = max(1, len(frozen) // _FROZEN_SAMPLED)
         self._frozen = dict(list(frozen.items())[::every])
-        self._learned_before = {name: _sample(t) for name, t in self._method.learned_tensors().items()}
+        with self._engine.whole():
+            self._learned_before = {name: _sample(t) for name, t in self._method.learned_tensors().items()}
         self._frozen_before = {name: _sample(p) for name, p in self._frozen.items()}
 
     def on_pre_optimizer_step(
@@ -65,7 +69,11 @@ class InFlightChecks(TrainerCallback):
             return
         # Of parameters that take turns, those that rest now require none.
         resting = self._method.at_rest()
-        without = [n for n, p in self._trained.items() if p.requires_grad and p.grad is None and n not in resting]
+        without = [
+            name
+            for name, parameter in self._trained.items()
+            if parameter.requires_grad and name not in resting and not self._engine.has_gradient(parameter)
+        ]
         if without:
             raise TrainingError(
                 f"{len(without)} of {len(self._trained)} trained parameters got no gradient",
@@ -79,8 +87,10 @@ class InFlightChecks(TrainerCallback):
         if self._steps != min(self._after, state.max_steps):
             return
         # Of parameters that take turns, those that rest now are not listed any more.
-        learned = {**self._trained, **self._method.learned_tensors()}
-        if all(torch.equal(_sample(learned[name]), before) for name, before in self._learned_before.items()):
+        with self._engine.whole():
+            learned = {**self._trained, **self._method.learned_tensors()}
+            still = all(torch.equal(_sample(learned[name]), before) for name, before in self._learned_before.items())
+        if still:
             raise TrainingError(
                 f"training does not change the model: no trained parameter moved in {self._steps} steps",
                 got=f"learning rate {args.learning_rate}",

@@ -48,12 +48,13 @@ class LeanLoss:
 
     Args:
         model: A causal LM, plain or wrapped by PEFT, on its device.
+        head_whole: Whether the head's weight can be read outside its forward pass.
 
     Attributes:
         form: ``chunked``, ``selected`` (logits of the labelled positions exist at once), or ``stock``.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, head_whole: bool = True) -> None:
         self._model: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         # Some tuners call the forward of the model within, past its hooks; others give it other labels.
         self._called = [self._model] if self._model is model else [model, self._model]
@@ -64,7 +65,7 @@ class LeanLoss:
         self.form = "stock"
         with evaluation_mode(model):
             expected = self._probe(model)
-            forms = ["chunked", "selected"] if type(self._head) is nn.Linear else ["selected"]
+            forms = ["chunked", "selected"] if type(self._head) is nn.Linear and head_whole else ["selected"]
             for form in forms:
                 self._install(form)
                 if torch.allclose(self._probe(model), expected, rtol=1e-2 if expected.dtype != torch.float32 else 1e-5):

@@ -213,7 +213,9 @@ def _engine(recipe: Recipe, arguments: TrainingArguments, method: Method, *, wei
         room = available_memory(str(arguments.device))
     strategy = resolve_strategy(section, processes, weights=weights, room=room)
     engine = choose_engine(strategy, section, processes, method)
-    if section.offload.weights == "cpu" and (not engine.together or device.type == "cpu"):
+    if section.offload.weights == "cpu" and (
+        not engine.together or (device.type == "cpu" and engine.name != "deepspeed")
+    ):
         raise CapabilityError(
             "shards wait in the CPU's memory for an accelerator that computes with them",
             where="engine.offload.weights",

@@ -226,7 +226,7 @@ class _Run:
     def _train_and_finish(self, model: Any, record: RunRecord) -> RunResult:
         started = time.perf_counter()
         trainer, stop = self._build_trainer(model)
-        lean = LeanLoss(model)
+        lean = LeanLoss(model, head_whole=self.plan.engine.head_whole)
         config: Any = self.plan.model.config
         # A cache of keys and values is of no use here, and it would keep packed documents from being kept apart.
         use_cache, config.use_cache = config.use_cache, False
@@ -290,7 +290,13 @@ class _Run:
             data_collator=plan.collator(),
             train_dataset=plan.train.dataset,
             eval_dataset=None if plan.evaluation is None else plan.evaluation.dataset,
-            callbacks=[EarlyStop(), InFlightChecks(plan.method), metrics, ProgressDisplay(self.console), stop],
+            callbacks=[
+                EarlyStop(),
+                InFlightChecks(plan.method, engine=plan.engine),
+                metrics,
+                ProgressDisplay(self.console),
+                stop,
+            ],
         )
         for default in ("PrinterCallback", "ProgressCallback"):
             for callback in [c for c in trainer.callback_handler.callbacks if type(c).__name__ == default]:
@@ -311,6 +317,10 @@ class _Run:
         return RunResult(self.run, "interrupted", INTERRUPTED, record.fields)
 
     def _save_final(self, record: RunRecord) -> None:
+        with self.plan.engine.whole():
+            self._write_final(record)
+
+    def _write_final(self, record: RunRecord) -> None:
         if not self.is_main:
             self.plan.method.state_dict()  # what the main process saves is gathered from all of them
             return

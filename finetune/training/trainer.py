@@ -21,6 +21,7 @@ from finetune.training.sampler import EpochSampler
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from finetune.engines.engine import Engine
     from finetune.methods import Method
@@ -81,6 +82,14 @@ class FinetuneTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
         return self.sampler
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
+        """Builds the optimizer, and has the engine take it."""
+        if self.optimizer is None:
+            self.optimizer = self.engine.take(
+                super().create_optimizer(*args, **kwargs), max_norm=self.args.max_grad_norm
+            )
+        return self.optimizer
+
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not self.engine.owns_model:
             super()._move_model_to_device(model, device)
@@ -97,10 +106,10 @@ class FinetuneTrainer(Trainer):
         self.engine.verify(self)
         return prepared
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Runs a micro-batch; after the last one of a step the gradients are those of all processes."""
         with self.engine.micro_batch(last=self.accelerator.sync_gradients):
-            loss: Tensor = super().training_step(*args, **kwargs)
+            loss: Tensor = super().training_step(self.engine.network(model), *args, **kwargs)
         return loss
 
     def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -114,8 +123,14 @@ class FinetuneTrainer(Trainer):
         self.sampler.set_epoch(kwargs["epoch"])
         super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        norm = self.engine.grad_norm()
+        return super()._clip_grad_norm(model) if norm is None else norm  # type: ignore[no-untyped-call]
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Stops before the optimizer step where the gradient is not finite: no healthy state is ever overwritten."""
+        if grad_norm is None:
+            grad_norm = self.engine.grad_norm()
         if grad_norm is None and self.engine.together:
             grad_norm = super()._get_grad_norm(model)  # type: ignore[no-untyped-call]
         elif grad_norm is None:
@@ -159,10 +174,11 @@ class FinetuneTrainer(Trainer):
             self._staging = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if self.args.should_save:
-            self.method.save(Path(str(output_dir or self.args.output_dir)))
-        elif self.engine.together:
-            self.method.state_dict()  # what the first process saves is gathered from all of them
+        with self.engine.whole():
+            if self.args.should_save:
+                self.method.save(Path(str(output_dir or self.args.output_dir)))
+            elif self.engine.together:
+                self.method.state_dict()  # what the first process saves is gathered from all of them
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.engine.together:
@@ -183,8 +199,10 @@ class FinetuneTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.engine.settle()
-        self.method.load(Path(resume_from_checkpoint))
+        with self.engine.whole(write=True):
+            self.method.load(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         self.engine.settle()
-        self.method.load(Path(str(self.state.best_model_checkpoint)))
+        with self.engine.whole(write=True):
+            self.method.load(Path(str(self.state.best_model_checkpoint)))

@@ -31,6 +31,7 @@ class AdaLora(PeftTuner):
         Zhang et al., "Adaptive Budget Allocation for Parameter-Efficient Fine-Tuning", arXiv 2303.10512.
     """
 
+    own_optimizer: ClassVar[str] = "it allocates ranks by whole gradients, after the step"
     required: ClassVar[Mapping[str, str]] = {"total_step": "the number of optimizer steps of the run"}
 
     def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:

@@ -183,16 +183,28 @@ def test_a_recipe_trains_in_two_processes(workshop: Path, tmp_path: Path, method
 
 @pytest.mark.integration
 @pytest.mark.multi_process
-@pytest.mark.parametrize("method", ["full", "{name: lora, r: 2}"])
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    [
+        ("full", "strategy: fsdp"),
+        ("{name: lora, r: 2}", "strategy: fsdp"),
+        ("full", "strategy: deepspeed, deepspeed: {stage: 3}"),
+        pytest.param("{name: lora, r: 2}", "strategy: deepspeed, deepspeed: {stage: 3}", marks=pytest.mark.slow),
+        pytest.param("s2ft", "strategy: deepspeed, deepspeed: {stage: 2}", marks=pytest.mark.slow),
+        pytest.param("magnitude", "strategy: deepspeed, deepspeed: {stage: 1}", marks=pytest.mark.slow),
+    ],
+)
 def test_a_sharded_run_is_that_of_one_process_and_goes_on_from_its_checkpoint(
-    workshop: Path, tmp_path: Path, method: str
+    workshop: Path, tmp_path: Path, method: str, engine: str
 ) -> None:
     run, once = tmp_path / "run", tmp_path / "once"
     # Adam's first step of a gradient near zero is a matter of rounding, unless eps is above it.
     same = [f"method={method}", "train.adam_epsilon=1e-3", "train.activation_checkpointing=true"]
-    sharded = [*same, "train.per_device_train_batch_size=2", "engine.strategy=fsdp"]
+    sharded = [*same, "train.per_device_train_batch_size=2", f"engine={{{engine}}}"]
     train(workshop, once, *same, "train.per_device_train_batch_size=2", "train.gradient_accumulation_steps=2")
     two_processes(workshop, run, *sharded)
+    for expected, found in zip(steps(once), steps(run), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
     expected, found = learned(once / "final"), learned(run / "final")
     assert expected.keys() == found.keys()
     for key, tensor in expected.items():
@@ -204,6 +216,12 @@ def test_a_sharded_run_is_that_of_one_process_and_goes_on_from_its_checkpoint(
     two_processes(workshop, run, *sharded, "--resume")
     for key, tensor in learned(run / "final").items():
         assert torch.equal(tensor, found[key]), key
+
+
+def steps(run: Path) -> list[dict[str, float]]:
+    """Returns loss and gradient norm of each step that was logged."""
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [{key: row[key] for key in ("loss", "grad_norm")} for row in rows if "loss" in row]
 
 
 def learned(folder: Path) -> dict[str, torch.Tensor]:
