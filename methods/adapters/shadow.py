@@ -23,6 +23,9 @@ class Shadow(PeftTuner):
     """
 
     whole_weights: ClassVar[str] = "PEFT's shadow computes with the weights of layers outside their forward pass"
+    own_optimizer: ClassVar[str] = (
+        "PEFT adds the shadow's own loss to that of a forward pass, and under DeepSpeed its gradients are other ones"
+    )
 
     def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
         adapted = super()._attach(model, candidates)

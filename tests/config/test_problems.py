@@ -164,7 +164,9 @@ def test_training_arguments_are_those_of_the_installed_transformers() -> None:
         (["data.chat_template=mine.jinja"], "data.chat_template", "no file"),
         (["model.name_or_path=./model"], "model.name_or_path", "no file"),
         (["model.name_or_path=model.gguf"], "model.name_or_path", "no file"),
-        (["engine.strategy=deepspeed"], "engine.strategy", "does not exist yet"),
+        (["engine.strategy=deepspeed", "report_to=[]"], "engine.strategy", "not installed"),
+        (["engine.offload.optimizer=cpu"], "engine.offload.optimizer", "only deepspeed"),
+        (["engine.deepspeed.config=zero.json"], "engine.deepspeed.config", "no file"),
         (["train.fp16=true", "train.bf16=true"], "train.fp16", "exclude"),
         (["train.eval_strategy=steps"], "train.eval_strategy", "held-out"),
         (["data.eval=0.1", "train.load_best_model_at_end=true"], "train.load_best_model_at_end", "best model"),
@@ -175,7 +177,8 @@ def test_rules_between_keys(
     recipe: Path, overrides: list[str], where: str, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
+    absent = {"tensorboard", "deepspeed"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else find_spec(name))
     (problem,) = problems_of(recipe, *overrides)
     assert word in problem.what
     assert problem.where.partition("  ")[2].startswith(where.partition(".0")[0])
@@ -183,7 +186,7 @@ def test_rules_between_keys(
 
 def test_broken_rules_are_reported_together_and_a_near_file_is_named(recipe: Path) -> None:
     Path("rows.jsonl").write_text("{}", encoding="utf-8")
-    problems = problems_of(recipe, "data.train=row.jsonl", "engine.strategy=deepspeed")
+    problems = problems_of(recipe, "data.train=row.jsonl", "engine.offload.optimizer=cpu")
     assert len(problems) == 2
     assert "rows.jsonl" in [problem.near for problem in problems]
 

@@ -31,7 +31,7 @@ def test_what_auto_comes_to(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolved("hsdp", 8) == "hsdp"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp", "deepspeed"])
 def test_one_process_is_not_several(strategy: str) -> None:
     # As `accelerate launch --cpu --num_processes 2` starts it, without a word.
     with pytest.raises(ConfigError, match="there is one"):
