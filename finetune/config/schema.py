@@ -151,6 +151,7 @@ class OffloadSection(Section):
         description="Frozen weights of the blocks; disk: read into buffers block by block; mmap: paged in by the "
         "system; cpu: shards of fsdp or ZeRO-3 wait in the CPU's memory; none: where they are computed with.",
     )
+    slots: int = Field(default=2, ge=2, description="Buffers of weights: disk, each of a block's size.")
     optimizer: Literal["none", "cpu"] = Field(
         default="none",
         description="Optimizer state; cpu: it stays in the CPU's memory, and the step is computed there (deepspeed).",
@@ -160,7 +161,6 @@ class OffloadSection(Section):
         description="Where what the backward pass needs waits for it; disk: in a file, for models on the CPU; cpu: in "
         "the CPU's memory, for models on an accelerator; none: where it was computed.",
     )
-    slots: int = Field(default=2, ge=2, description="Buffers of weights: disk, each of a block's size.")
 
 
 class DeepspeedSection(Section):
