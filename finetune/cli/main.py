@@ -18,6 +18,7 @@ from finetune.cli import (
     cp,
     data_inspect,
     env,
+    estimate,
     evaluate,
     export,
     ls,
@@ -45,6 +46,7 @@ _FREE_FORM = {"allow_extra_args": True, "ignore_unknown_options": True}
 _VERBS: dict[str, tuple[Callable[..., Any], bool]] = {
     "train": (train.train, True),
     "validate": (validate.validate, True),
+    "estimate": (estimate.estimate, True),
     "search": (search.search, True),
     "select": (select.select, True),
     "reflect": (reflect.reflect, True),

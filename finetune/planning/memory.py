@@ -44,16 +44,23 @@ class MemoryEstimate:
             (kept for the backward pass), ``logits``.
         phase: The moment of the peak.
         available: Bytes that this process may take in total.
+        moments: Bytes at each moment that may be the peak, and of what happens between steps.
     """
 
     parts: dict[str, int]
     phase: str = ""
     available: int = field(default=0, compare=False)
+    moments: dict[str, int] = field(default_factory=dict, compare=False)
 
     @property
     def peak(self) -> int:
         """Bytes at the peak."""
         return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether this process may take as much."""
+        return self.peak <= self.available
 
     @property
     def largest(self) -> str:
@@ -65,6 +72,18 @@ class MemoryEstimate:
     def remedy(self) -> str:
         """The cheapest change that makes the largest part smaller."""
         return _REMEDIES[max(self.parts, key=lambda part: self.parts[part])]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything for a JSON document; sizes in bytes."""
+        return {
+            "peak_bytes": self.peak,
+            "available_bytes": self.available,
+            "fits": self.fits,
+            "phase": self.phase,
+            "parts": self.parts,
+            "moments": self.moments,
+            "remedy": self.remedy,
+        }
 
 
 @dataclass(frozen=True)
@@ -193,7 +212,8 @@ def estimate_memory(
         candidates.append(MemoryEstimate({**static, **moving}, phase))
     best = max(candidates, key=lambda estimate: estimate.peak)
     room = available_memory() + resident_bytes() if available is None else available
-    return MemoryEstimate(best.parts, best.phase, room)
+    moments = {estimate.phase: estimate.peak for estimate in candidates}
+    return MemoryEstimate(best.parts, best.phase, room, moments)
 
 
 def optimizer_state_bytes(optimizer: str, count: int) -> int:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetune.models.dtype import resolve_device
 from finetune.offload.spill import IN_FLIGHT
 from finetune.planning.host import available_memory, resident_bytes
 from finetune.planning.memory import MemoryEstimate, estimate_memory
@@ -13,9 +14,23 @@ from finetune.training.loss import CHUNK
 from finetune.training.streaming import elsewhere_bytes, recomputes
 
 if TYPE_CHECKING:
+    from finetune.config.schema import Recipe
     from finetune.training.plan import Plan
 
-__all__ = ["estimate_plan"]
+__all__ = ["estimate_plan", "estimate_recipe"]
+
+
+def estimate_recipe(recipe: Recipe) -> MemoryEstimate:
+    """Returns the estimated peak of a recipe's training step; all of its rows are read, and none of its weights.
+
+    Raises:
+        FinetuneError: Whatever is wrong with the recipe, the data, the model or the method.
+    """
+    from finetune.training.plan import make_plan
+
+    plan = make_plan(recipe, meta=True)
+    plan.attach()
+    return estimate_plan(plan)
 
 
 def estimate_plan(plan: Plan) -> MemoryEstimate:
@@ -29,7 +44,8 @@ def estimate_plan(plan: Plan) -> MemoryEstimate:
     trained_bytes = summary.trained_bytes
     length = max(plan.train.dataset["length"])
     rows = arguments.per_device_train_batch_size
-    on_cpu = model.device.type in ("cpu", "meta")
+    device = resolve_device(plan.recipe.model.device)
+    on_cpu = device.type == "cpu"
     return estimate_memory(
         model.config,
         trained=plan.method.trained_shapes(),
@@ -48,5 +64,5 @@ def estimate_plan(plan: Plan) -> MemoryEstimate:
         accumulation=arguments.gradient_accumulation_steps,
         optimizer=str(arguments.optim),
         process_bytes=max(0, resident_bytes() - (weights if model.device.type == "cpu" else 0)) if on_cpu else 0,
-        available=None if on_cpu else available_memory("cuda") + torch.cuda.memory_allocated(),
+        available=None if on_cpu else available_memory(str(device)) + torch.cuda.memory_allocated(),
     )

@@ -84,7 +84,7 @@ def test_help_is_quick(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["train", "select", "validate", "eval", "chat", "merge", "export", "ls", "cp", "cat", "env"]
+    "verb", ["train", "estimate", "select", "validate", "eval", "chat", "merge", "export", "ls", "cp", "cat", "env"]
 )
 def test_every_verb_shows_two_examples(verb: str, tmp_path: Path) -> None:
     text = run(verb, "--help", folder=tmp_path).stdout
@@ -99,6 +99,8 @@ def test_every_verb_shows_two_examples(verb: str, tmp_path: Path) -> None:
         (["evla", "x"], 2, ["near eval"]),
         (["train", "quickstrat"], 2, ["near quickstart"]),
         (["train"], 2, ["no recipe", "finetune train quickstart"]),
+        (["estimate"], 2, ["no recipe", "finetune estimate quickstart"]),
+        (["estimate", "quickstart", "method=lorra"], 2, ["near lora", "argument 1"]),
         (["train", "quickstart", "method=lorra"], 2, ["near lora", "argument 1"]),
         (["train", "quickstart", "train.learning_rat=1"], 2, ["near train.learning_rate"]),
         (["train", "quickstart", "--train.max_steps", "many"], 2, ["got  many", "a whole number"]),
