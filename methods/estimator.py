@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from finetune.core.errors import CapabilityError, CheckpointError, FinetuneWarning, TrainingError
 from finetune.core.learned_state import TRAINING
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import TrainingArguments
 
-    from finetune.methods.primitives.projected_gradient import Directions, Estimate
+    from finetune.methods.primitives.projected_gradient import Directions
+    from finetune.methods.primitives.slope_rules import SlopeRule
 
 __all__ = ["DECAYS", "DISTANCES", "Eps", "Estimator", "EstimatorConfig"]
 
@@ -65,7 +65,27 @@ class EstimatorConfig(MethodConfig):
         description="Whether all processes measure along the same directions, each on its rows, or each along its own: "
         "then a step has as many times the directions, whose estimates are averaged, and bears a larger learning rate.",
     )
+    perturbation_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="Processes in a row that have the same rows and split the forward passes of a step; it divides "
+        "their number, 2 per direction. The other processes are more such groups, each with its rows.",
+    )
     seed: int = Field(default=0, ge=0, description="Seed of the directions.")
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of one step."""
+        return 2 * self.queries
+
+    @model_validator(mode="after")
+    def _passes_divide(self) -> Self:
+        if self.passes % self.perturbation_parallel:
+            raise ValueError(
+                f"perturbation_parallel: {self.perturbation_parallel} does not divide the {self.passes} forward "
+                f"passes of a step of {self.queries} direction(s)"
+            )
+        return self
 
 
 class Estimator(InPlace):
@@ -99,11 +119,11 @@ class Estimator(InPlace):
     def learned_tensors(self) -> dict[str, Tensor]:
         """Returns what the directions move, by name."""
 
-    def _rule(self) -> Callable[..., Estimate]:
-        """Returns how losses become slopes: ``rule(loss_at, queries=..., eps=...)``."""
-        from finetune.methods.primitives.projected_gradient import two_point
+    def _rule(self) -> SlopeRule:
+        """Returns how losses become slopes."""
+        from finetune.methods.primitives.slope_rules import TWO_POINT
 
-        return two_point
+        return TWO_POINT
 
     def _attach(self, model: nn.Module, candidates: frozenset[str]) -> nn.Module:
         import torch
@@ -111,13 +131,16 @@ class Estimator(InPlace):
 
         from finetune.methods.primitives.hidden_parameter import hide_parameter
         from finetune.methods.primitives.measured_eps import Measurement
-        from finetune.methods.primitives.process_group import process_rank, processes
+        from finetune.methods.primitives.process_group import processes
         from finetune.methods.primitives.projected_gradient import PARAMETER, ProjectedForward
+        from finetune.methods.primitives.shared_passes import SharedPasses
         from finetune.methods.primitives.step_sync import after_optimizer_step, before_optimizer_step
 
         _refuse_offloaded(model)
         objective = None if self.config.objective == "loss" else load_objective(self.config.objective)
-        self._shares = processes() if self.config.directions == "independent" else 1
+        independent = self.config.directions == "independent"
+        # What several processes have trained is loaded by one, which is no group of several.
+        self._shares = max(1, processes() // self.config.perturbation_parallel) if independent else 1
         self._directions = self._directions_over(model, candidates)
         # Processes have nothing but slopes to say to each other: no weights at the start, no buffers at every pass.
         silent = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
@@ -125,14 +148,8 @@ class Estimator(InPlace):
         self._distance = nn.Parameter(torch.zeros(self._per_step, device=next(model.parameters()).device))
         model.register_parameter(PARAMETER, self._distance)
         self._hooks = hide_parameter(model, PARAMETER, PARAMETER, _nothing)
-        self._measurement = Measurement(
-            self._rule(),
-            self._directions,
-            self.config.queries,
-            self.config.eps,
-            first=self.config.queries * process_rank() if self._shares > 1 else 0,
-            total=self._per_step,
-        )
+        passes = SharedPasses(self._rule(), self.config.queries, self.config.perturbation_parallel, independent)
+        self._measurement = Measurement(passes, self._directions, self.config.eps)
         # Shares of a batch are steps, whose noise cannot be told from what they measure.
         self._measurement.settled = self.config.eps != "auto" and self.config.objective not in SMOOTH
         self._forward = ProjectedForward(model, self._directions, self._measurement, objective)
@@ -251,7 +268,8 @@ class Estimator(InPlace):
         if self._checked or processes() == 1:
             return
         self._checked = True
-        if self.config.directions == "independent" and self._shares != processes():
+        groups = processes() // self.config.perturbation_parallel
+        if self.config.directions == "independent" and self._shares != groups:
             raise TrainingError(
                 "the method was attached before the processes knew of each other, and all have the same directions",
                 where="method.directions",
@@ -264,12 +282,10 @@ class Estimator(InPlace):
         require_same_over_processes(digest[:16], "weights and slopes", gradient.device)
 
     def averages(self) -> frozenset[str]:
-        """Returns the name of the slopes where FSDP2 has sharded the model."""
-        from torch.distributed.fsdp import FSDPModule
-
+        """Returns the name of the slopes, which are those of all processes."""
         from finetune.methods.primitives.projected_gradient import PARAMETER
 
-        return frozenset({PARAMETER}) if isinstance(self.model, FSDPModule) else frozenset()
+        return frozenset({PARAMETER})
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the log of the run; a subclass adds what the steps came to."""

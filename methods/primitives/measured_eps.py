@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from finetune.core.errors import FinetuneWarning
 from finetune.methods.primitives.process_group import mean_over_processes, process_rank
-from finetune.methods.primitives.projected_gradient import Directions, Estimate, Losses
+from finetune.methods.primitives.projected_gradient import Directions
+from finetune.methods.primitives.shared_passes import SharedPasses
+from finetune.methods.primitives.slope_rules import Estimate, Losses
 
 __all__ = ["CANDIDATES", "Measurement", "choose_eps", "slope_noise"]
 
@@ -34,35 +36,28 @@ class Measurement:
     """An estimate whose distance is settled when it is first made.
 
     Attributes:
-        rule: How losses become slopes: ``rule(loss_at, queries=..., eps=...)``.
+        passes: What measures at that distance.
         directions: Along which the losses are measured.
-        queries: Directions of one step that this process measures along.
         eps: The distance; ``auto`` until it is settled.
-        first: Number of the first of them.
-        total: Directions of one step over all processes, whose estimates are averaged.
         settled: Whether it has been chosen, or compared with the rounding of the loss.
     """
 
-    rule: Callable[..., Estimate]
+    passes: SharedPasses
     directions: Directions
-    queries: int
     eps: float | Literal["auto"]
-    first: int
-    total: int
     settled: bool = False
 
-    def __call__(self, loss_at: Losses) -> Estimate:
-        """Returns the estimate; the slopes of other processes' directions are zero."""
+    def __call__(self, loss_at: Losses, *, weight: Tensor, batch: Mapping[str, Any]) -> Estimate:
+        """Returns the estimate, of all processes."""
         if not self.settled:
             self.settled = True
             if self.eps == "auto":
                 self.eps = choose_eps(_slopes(loss_at, self.directions, CANDIDATES))
             else:
                 _warn_of_noise(loss_at, self.directions, self.eps)
-        own = self.rule(lambda query, scale: loss_at(self.first + query, scale), queries=self.queries, eps=self.eps)
-        slopes = own.slopes.new_zeros(self.total)
-        slopes[self.first : self.first + self.queries] = own.slopes
-        return Estimate(own.loss, slopes)
+        if self.eps == "auto":
+            raise AssertionError("settled without a distance")
+        return self.passes(loss_at, self.eps, weight=weight, batch=batch)
 
 
 def choose_eps(slopes: Tensor) -> float:

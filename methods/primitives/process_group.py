@@ -10,6 +10,7 @@ from finetune.core.errors import TrainingError
 
 __all__ = [
     "PROPOSALS_PER_ENTRY",
+    "gather_over_processes",
     "mean_over_processes",
     "process_rank",
     "processes",
@@ -41,13 +42,20 @@ def mean_over_processes(tensor: Tensor) -> Tensor:
     return mean
 
 
+def gather_over_processes(tensor: Tensor) -> Tensor:
+    """Returns the tensors of all processes, of the same shape everywhere, stacked by rank."""
+    if processes() == 1:
+        return tensor.unsqueeze(0)
+    every = [torch.empty_like(tensor) for _ in range(processes())]
+    dist.all_gather(every, tensor)
+    return torch.stack(every)
+
+
 def union_over_processes(index: Tensor) -> Tensor:
     """Returns the distinct positions, ascending, that any process has in ``index``; all have equally many."""
     if processes() == 1:
         return index
-    every = [torch.empty_like(index) for _ in range(processes())]
-    dist.all_gather(every, index)
-    union: Tensor = torch.unique(torch.cat(every))
+    union: Tensor = torch.unique(gather_over_processes(index))
     return union
 
 
@@ -59,9 +67,7 @@ def require_same_over_processes(digest: bytes, what: str, device: torch.device) 
     """
     if processes() == 1:
         return
-    own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-    every = [torch.empty_like(own) for _ in range(processes())]
-    dist.all_gather(every, own)
+    every = gather_over_processes(torch.tensor(list(digest), dtype=torch.uint8, device=device))
     others = [rank for rank, other in enumerate(every) if not torch.equal(other, every[0])]
     if others:
         raise TrainingError(

@@ -7,7 +7,6 @@ import functools
 import inspect
 import numbers
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,30 +15,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from finetune.core.errors import CapabilityError, TrainingError
 from finetune.core.evaluation_mode import evaluation_mode
-from finetune.methods.primitives.process_group import mean_over_processes
+from finetune.methods.primitives.labelled_tokens import IGNORED
+from finetune.methods.primitives.slope_rules import Estimate, Losses
 
-__all__ = ["OPTIONS", "PARAMETER", "Directions", "Estimate", "Losses", "ProjectedForward", "one_sided", "two_point"]
+__all__ = ["OPTIONS", "PARAMETER", "Directions", "Measure", "ProjectedForward"]
 
 PARAMETER = "projected_gradient"
 """Name of the parameter in the model: one element per direction."""
 OPTIONS = "options"
 """Key of a batch: how many rows each question has, of which the first is its right option (a list of int)."""
-
-Losses = Callable[[int, float], Tensor]
-"""``loss_at(query, scale)``: the loss with the weights moved by ``scale`` along a direction; 0 leaves them."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What forward passes found out.
-
-    Attributes:
-        loss: Mean of the losses, 0-d.
-        slopes: Gradient of each element of the parameter, (queries,): the share of the estimate that its direction has.
-    """
-
-    loss: Tensor
-    slopes: Tensor
 
 
 class Directions(Protocol):
@@ -65,24 +49,17 @@ class Directions(Protocol):
         """Takes off the model what was put on it."""
 
 
-def two_point(loss_at: Losses, *, queries: int, eps: float) -> Estimate:
-    """Returns ``g_i = (L(W + eps z_i) - L(W - eps z_i)) / 2 eps``, averaged over the directions (SPSA; MeZO, eq. 1)."""
-    pairs = [(loss_at(query, eps), loss_at(query, -eps)) for query in range(queries)]
-    plus, minus = (torch.stack(losses).double() for losses in zip(*pairs, strict=True))
-    return Estimate((plus + minus).mean() / 2, (plus - minus) / (2 * eps * queries))
+class Measure(Protocol):
+    """Makes one estimate of the losses that a process can measure on its rows."""
 
+    def __call__(self, loss_at: Losses, *, weight: Tensor, batch: dict[str, Any]) -> Estimate:
+        """Returns it.
 
-def one_sided(loss_at: Losses, *, queries: int, eps: float) -> Estimate:
-    """Returns ``(L(W + eps z_i) - L(W)) / (N sigma)``, sigma being the deviation of the N losses (FZOO, eq. 5).
-
-    Since sigma is near ``eps`` times the norm of the gradient, the step is that of normalised descent. Where all losses
-    are the same, the slopes are zero.
-    """
-    clean = loss_at(0, 0.0).double()
-    losses = torch.stack([loss_at(query, eps) for query in range(queries)]).double()
-    sigma = losses.std()
-    slopes = torch.where(sigma == 0, 0.0, (losses - clean) / (queries * sigma))
-    return Estimate(clean, slopes)
+        Args:
+            loss_at: Measures on the rows.
+            weight: Of these rows beside those of other processes, 0-d.
+            batch: The rows.
+        """
 
 
 class _Delivered(torch.autograd.Function):
@@ -120,7 +97,7 @@ class ProjectedForward:
         self,
         model: nn.Module,
         directions: Directions,
-        estimate: Callable[[Losses], Estimate],
+        estimate: Measure,
         objective: Callable[..., Any] | None = None,
     ) -> None:
         self._model, self._directions, self._estimate, self._objective = model, directions, estimate, objective
@@ -154,7 +131,7 @@ class ProjectedForward:
                 output = self._own(*args, **kwargs)
             return _loss_of(output)
 
-        loss = self._delivered(loss_at)
+        loss = self._delivered(loss_at, _labelled_tokens(kwargs), kwargs)
         if isinstance(output, tuple):
             return (loss, *output[1:])
         output["loss"] = loss
@@ -167,7 +144,7 @@ class ProjectedForward:
         by its own.
         """
         total = batch.pop("num_items_in_batch", None)
-        share = 1.0 if total is None else float((batch["labels"] != -100).sum()) / float(total)
+        share = 1.0 if total is None else float((batch["labels"] != IGNORED).sum()) / float(total)
         device = next(self._model.parameters()).device
 
         def loss_at(query: int, scale: float) -> Tensor:
@@ -178,13 +155,14 @@ class ProjectedForward:
                 return share * _number(objective(self._model, dict(batch)), objective, device)
 
         if torch.is_grad_enabled():
-            return {"loss": self._delivered(loss_at)}
+            questions = len(batch[OPTIONS] if OPTIONS in batch else next(iter(batch.values())))
+            weight = torch.tensor(1 if total is not None else questions, device=device)
+            return {"loss": self._delivered(loss_at, weight, batch)}
         with evaluation_mode(self._model):
             return {"loss": loss_at(0, 0.0).float()}
 
-    def _delivered(self, loss_at: Losses) -> Tensor:
-        sharded = isinstance(self._model, FSDPModule)
-        if sharded and not self._directions.reads_only:
+    def _delivered(self, loss_at: Losses, weight: Tensor, batch: dict[str, Any]) -> Tensor:
+        if isinstance(self._model, FSDPModule) and not self._directions.reads_only:
             raise CapabilityError(
                 "the method moves weights, and FSDP2 has put shards in their place",
                 where=type(self._model).__name__,
@@ -192,10 +170,8 @@ class ProjectedForward:
                 fix="method.name: lozo, or DistributedDataParallel",
             )
         with torch.no_grad(), evaluation_mode(self._model):
-            found = self._estimate(loss_at)
-        # DDP averages gradients; FSDP2 leaves a parameter that it does not shard alone.
-        slopes = mean_over_processes(found.slopes) if sharded else found.slopes
-        return _DELIVER(self._model.get_parameter(PARAMETER), found.loss.float(), slopes)
+            found = self._estimate(loss_at, weight=weight, batch=batch)
+        return _DELIVER(self._model.get_parameter(PARAMETER), found.loss.float(), found.slopes)
 
     def _without_loss(self, *args: Any, **kwargs: Any) -> Any:
         if self._model.training:
@@ -206,6 +182,14 @@ class ProjectedForward:
                 fix="no label smoothing and no loss function of the trainer's (compute_loss_func)",
             )
         return self._own(*args, **kwargs)
+
+
+def _labelled_tokens(batch: dict[str, Any]) -> Tensor:
+    """Returns how many tokens the loss is the mean of; 1 where a trainer has it divided by those of all rows."""
+    labels = batch["labels"]
+    if batch.get("num_items_in_batch") is not None or not isinstance(labels, Tensor):
+        return torch.ones((), device=labels.device if isinstance(labels, Tensor) else None)
+    return (labels[..., 1:] != IGNORED).sum()
 
 
 def _loss_of(output: Any) -> Tensor:

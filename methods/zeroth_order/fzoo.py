@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
@@ -12,7 +11,7 @@ from finetune.methods.registry import register
 from finetune.methods.zeroth_order.mezo import Mezo, MezoConfig
 
 if TYPE_CHECKING:
-    from finetune.methods.primitives.projected_gradient import Estimate
+    from finetune.methods.primitives.slope_rules import SlopeRule
 
 __all__ = ["Fzoo", "FzooConfig"]
 
@@ -23,6 +22,11 @@ class FzooConfig(MezoConfig):
     queries: int = Field(
         default=8, ge=2, le=255, description="Directions of one step; a step takes one forward pass more."
     )
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of one step."""
+        return self.queries + 1
 
 
 @register("fzoo")
@@ -42,7 +46,7 @@ class Fzoo(Mezo):
     Config: ClassVar[type[MethodConfig]] = FzooConfig
     config: FzooConfig
 
-    def _rule(self) -> Callable[..., Estimate]:
-        from finetune.methods.primitives.projected_gradient import one_sided
+    def _rule(self) -> SlopeRule:
+        from finetune.methods.primitives.slope_rules import ONE_SIDED
 
-        return one_sided
+        return ONE_SIDED

@@ -28,7 +28,7 @@ from finetune.methods.primitives.add_noise import add_noise
 from finetune.methods.primitives.dense_directions import direction_numbers
 from finetune.methods.primitives.hash_noise import derive_key, hash_tile, noise_of_hash, row_vectors
 from finetune.methods.primitives.low_rank_directions import SideBranch
-from finetune.methods.primitives.projected_gradient import one_sided, two_point
+from finetune.methods.primitives.slope_rules import ONE_SIDED, TWO_POINT, Estimate, Losses, SlopeRule
 from finetune.models import load_model
 from support.tiny import save_tiny_model, tiny_gpt2, tiny_llama, tiny_mixtral, token_batch
 
@@ -65,6 +65,10 @@ def slope(model: Any, ids: Tensor = IDS) -> Tensor:
     return found
 
 
+def estimate(rule: SlopeRule, loss_at: Losses, *, queries: int, eps: float) -> Estimate:
+    return rule.estimate(rule.measure(loss_at, rule.points(queries), eps), eps)
+
+
 def steps(method: Any, model: Any, count: int, *, lr: float = 1e-3, decay: float = 0.0) -> None:
     optimizer = torch.optim.SGD(method.trained_parameters().values(), lr=lr, weight_decay=decay)
     for step in range(count):
@@ -99,7 +103,7 @@ class TestArithmetic:
 
         assert float(loss_at(0, 0.1)) == pytest.approx(3.415)
         assert float(loss_at(0, -0.1)) == pytest.approx(2.615)
-        found = two_point(loss_at, queries=1, eps=0.1)
+        found = estimate(TWO_POINT, loss_at, queries=1, eps=0.1)
         assert float(found.slopes) == pytest.approx(4.0)
         assert float(found.loss) == pytest.approx(3.015)
         moved = theta - 0.1 * float(found.slopes) * z
@@ -115,11 +119,12 @@ class TestArithmetic:
             return (curvature * (theta + scale * directions[query]).square()).sum() / 2
 
         assert (float(loss_at(0, 0.1)) - float(loss_at(0, 0.0))) / 0.1 == pytest.approx(4.15)
-        found = one_sided(loss_at, queries=2, eps=0.1)
+        found = estimate(ONE_SIDED, loss_at, queries=2, eps=0.1)
         sigma = 0.4 / math.sqrt(2)
         assert found.slopes.tolist() == pytest.approx([0.415 / (2 * sigma), 0.015 / (2 * sigma)])
         assert float(found.loss) == 3.0
-        assert one_sided(lambda query, scale: torch.ones(()), queries=2, eps=0.1).slopes.tolist() == [0.0, 0.0]
+        flat = estimate(ONE_SIDED, lambda query, scale: torch.ones(()), queries=2, eps=0.1)
+        assert flat.slopes.tolist() == [0.0, 0.0]
 
     def test_the_keyed_run(self) -> None:
         start = torch.tensor([[1.0, 2, 3, 4], [-1, -2, -3, -4]], dtype=torch.float64)
