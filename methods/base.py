@@ -151,6 +151,11 @@ class Method(ABC):
         """Whether each row of a batch has to come with its question's other options."""
         return False
 
+    @property
+    def same_rows(self) -> int:
+        """How many processes in a row are given the same rows of every batch."""
+        return 1
+
     def calibration_examples(self, total: int) -> int:
         """Returns how many of ``total`` training examples the choice of what trains looks at; 0 where it needs none."""
         return 0

@@ -64,6 +64,11 @@ class Composition(Method):
         """Whether the last member, which trains, does."""
         return self.methods[-1].needs_options
 
+    @property
+    def same_rows(self) -> int:
+        """What the last member says, which trains."""
+        return self.methods[-1].same_rows
+
     def calibration_examples(self, total: int) -> int:
         """Returns the most that a member looks at."""
         return max(method.calibration_examples(total) for method in self._attached)

@@ -111,6 +111,11 @@ class Estimator(InPlace):
         """Whether the objective compares the options of a question."""
         return self.config.objective in NEEDS_OPTIONS
 
+    @property
+    def same_rows(self) -> int:
+        """How many processes split the passes of a step."""
+        return self.config.perturbation_parallel
+
     @abstractmethod
     def _directions_over(self, model: nn.Module, candidates: frozenset[str]) -> Directions:
         """Returns the directions over what this method trains of a wholly frozen ``model``."""

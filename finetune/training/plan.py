@@ -105,11 +105,10 @@ class Plan:
 
     @property
     def rows_per_step(self) -> int:
-        """Examples of one optimizer step over all processes."""
+        """Examples of one optimizer step over all processes, each counted once."""
         arguments = self.arguments
-        return int(
-            arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * max(1, arguments.world_size)
-        )
+        batches = arguments.gradient_accumulation_steps * max(1, arguments.world_size)
+        return int(arguments.per_device_train_batch_size * batches) // self.method.same_rows
 
     @property
     def steps(self) -> int:

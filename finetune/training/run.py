@@ -277,6 +277,7 @@ class _Run:
             batch_size=plan.rows_per_step,
             seed=plan.recipe.seed,
             group_by_length=plan.recipe.data.group_by_length,
+            same_rows=plan.method.same_rows,
         )
         metrics, stop = Metrics(self.run), StopOnSignal()
         trainer = FinetuneTrainer(

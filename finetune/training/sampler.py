@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -24,13 +26,17 @@ class EpochSampler(Sampler[int]):
             cut into micro-batches and processes: a run may go on with other numbers of them.
         seed: Seed of the order.
         group_by_length: False for a plain shuffle.
+        same_rows: Processes in a row that get the same batch: as often does each come, a short last one filled up.
     """
 
-    def __init__(self, lengths: Sequence[int], *, batch_size: int, seed: int, group_by_length: bool) -> None:
+    def __init__(
+        self, lengths: Sequence[int], *, batch_size: int, seed: int, group_by_length: bool, same_rows: int = 1
+    ) -> None:
         self._lengths = torch.tensor(lengths)
         self._batch_size = batch_size
         self._seed = seed
         self._group_by_length = group_by_length
+        self._same_rows = same_rows
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -65,10 +71,16 @@ class EpochSampler(Sampler[int]):
         return self.order(epoch)[position * rows_per_step : (position + 1) * rows_per_step]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.order(self._epoch))
+        order, size = self.order(self._epoch), self._batch_size
+        if self._same_rows == 1:
+            return iter(order)
+        filled = list(itertools.islice(itertools.cycle(order), len(self) // self._same_rows))
+        batches = [filled[start : start + size] for start in range(0, len(filled), size)]
+        return (row for batch in batches for _ in range(self._same_rows) for row in batch)
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        rows = len(self._lengths)
+        return rows if self._same_rows == 1 else math.ceil(rows / self._batch_size) * self._batch_size * self._same_rows
 
 
 def _cut(rows: torch.Tensor, size: int) -> list[torch.Tensor]:

@@ -67,13 +67,13 @@ class FinetuneTrainer(Trainer):
 
     @property
     def rows_per_step(self) -> int:
-        """Examples of one optimizer step over all processes."""
-        return int(self.get_total_train_batch_size(self.args))
+        """Examples of one optimizer step over all processes, each counted once."""
+        return int(self.get_total_train_batch_size(self.args)) // self.method.same_rows
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of one pass over the data; the last may be short."""
-        return math.ceil(len(self.sampler) / self.rows_per_step)
+        return math.ceil(len(self.sampler) / int(self.get_total_train_batch_size(self.args)))
 
     def tokens(self, step: int) -> int:
         """Returns the tokens, without padding, that the first ``step`` optimizer steps saw."""

@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import finetune
-from finetune.core.errors import CapabilityError, TrainingError
+from finetune.core.errors import CapabilityError, ConfigError, TrainingError
 from finetune.methods import build_method
 from support.processes import one_and_two_processes, run_script
 from support.tiny import tiny_llama, token_batch
@@ -262,6 +262,112 @@ def test_directions_of_each_process_stay_equal_to_the_bit_and_replay_on_one(proc
         assert all(torch.equal(tensor, learned[key]) for key, tensor in loaded.learned_tensors().items())
         with pytest.raises(TrainingError, match="another number of processes"):
             torch.optim.SGD(loaded.trained_parameters().values(), lr=1e-3).step()
+
+
+SPLIT = """
+import sys
+import torch, torch.distributed as dist
+import finetune
+from finetune.core.errors import TrainingError
+from support.distributed import distributed, rank, save_results
+from support.tiny import tiny_llama, token_batch
+
+WORLD = dist.get_world_size() if distributed else 1
+SENT = []
+gather = dist.all_gather
+def counted(every, own, **rest):
+    SENT.append(own.numel() * own.element_size())
+    return gather(every, own, **rest)
+dist.all_gather = counted
+
+def batch(step, first, last):
+    ids = token_batch(4, 10, seed=step)
+    labels = ids.clone()
+    labels[0, 3:] = -100  # rows of unlike numbers of labelled tokens: the mean is over tokens
+    return {"input_ids": ids[first:last], "labels": labels[first:last]}
+
+results = {}
+for name, config, members in (
+    ("mezo", {"directions": "shared"}, 2),
+    ("lozo", {"directions": "shared", "lazy_interval": 7, "queries": 2}, WORLD),
+    ("lozo", {"directions": "independent", "queries": 2}, 2),
+    ("fzoo", {"queries": 7}, min(WORLD, 4)),
+):
+    members = min(members, WORLD)
+    method = finetune.method(name, **config, perturbation_parallel=members)
+    model = method.attach(tiny_llama(dtype=torch.float64))
+    optimizer = torch.optim.SGD(method.trained_parameters().values(), lr=1e-3)
+    group, groups = rank // members, WORLD // members
+    passes, sent = [], []
+    forward = model.model.forward
+    def seen(*args, **kwargs):
+        passes.append(1)
+        return forward(*args, **kwargs)
+    model.model.forward = seen
+    for step in range(20):
+        SENT.clear()
+        passes.clear()
+        # No wrapper: the slopes are those of all processes already.
+        model(**batch(step, 4 * group // groups, 4 * (group + 1) // groups)).loss.backward()
+        sent.append(sum(SENT))
+        optimizer.step()
+        optimizer.zero_grad()
+    if distributed:
+        flat = torch.cat([tensor.double().flatten() for _, tensor in sorted(method.state_dict().items())])
+        every = [torch.empty_like(flat) for _ in range(WORLD)]
+        gather(every, flat)
+        assert all(torch.equal(one, flat) for one in every)
+    said, counted_passes = "", len(passes)
+    if distributed and members == 2:
+        try:
+            model(**batch(0, rank, rank + 1))
+        except TrainingError as error:
+            said = str(error)
+    results[name, config.get("directions", "")] = {
+        "state": method.state_dict(), "sent": sent, "passes": counted_passes, "said": said,
+    }
+save_results(results)
+"""
+
+
+@pytest.mark.multi_process
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_that_split_the_passes_do_what_one_does(processes: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SPLIT)
+    results = []
+    for count in (1, processes):
+        run_script(script, tmp_path / "out.pt", processes=count)
+        results.append(torch.load(tmp_path / "out.pt"))
+    one, found = results
+    for case, passes in (
+        (("mezo", "shared"), 2),
+        (("lozo", "shared"), 4),
+        (("lozo", "independent"), 4),
+        (("fzoo", ""), 8),
+    ):
+        alike = processes == 2 or case[1] != "independent"  # two groups have twice the directions
+        assert one[case]["passes"] == passes
+        members = processes if case in (("lozo", "shared"), ("fzoo", "")) else 2
+        assert found[case]["passes"] == passes // members
+        assert found[case]["sent"][1:] == [8 * (passes // members + 2)] * 19
+        assert max(found[case]["sent"][1:]) <= 64
+        for key, tensor in one[case]["state"].items() if alike else ():
+            other = found[case]["state"][key]
+            if members == processes:
+                assert torch.equal(other, tensor), f"{case} {key}"
+            else:  # transformers rounds the losses of both halves to float32: 1e-4 of a slope
+                torch.testing.assert_close(other, tensor, atol=3e-6, rtol=1e-4, msg=f"{case} {key}")
+        assert ("have been given different" in found[case]["said"]) == (members == 2)
+
+
+def test_members_that_do_not_divide_the_passes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 does not divide the 4 forward passes of a step of 2 direction"):
+        finetune.method("mezo", queries=2, perturbation_parallel=3)
+    method = finetune.method("mezo", perturbation_parallel=2)
+    ids = token_batch(4, 10)
+    with pytest.raises(TrainingError, match="do not divide into groups"):
+        method.attach(tiny_llama())(input_ids=ids, labels=ids)
 
 
 ON_SHARDS = """

@@ -41,3 +41,15 @@ def test_tokens_and_rows_of_a_step_follow_the_order() -> None:
     assert source.tokens(2, rows_per_step=8, steps_per_epoch=3) == int(lengths[first[:16]].sum())
     assert source.tokens(4, rows_per_step=8, steps_per_epoch=3) == int(lengths.sum() + lengths[second[:8]].sum())
     assert source.rows(3, rows_per_step=8, steps_per_epoch=3) == second[:8]
+
+
+def test_processes_that_share_rows_get_every_batch_in_turn() -> None:
+    lengths = [5] * 21
+    plain = EpochSampler(lengths, batch_size=4, seed=1, group_by_length=False)
+    twice = EpochSampler(lengths, batch_size=4, seed=1, group_by_length=False, same_rows=2)
+    order = plain.order(0)
+    batches = [list(twice)[start : start + 4] for start in range(0, len(twice), 4)]
+    assert batches[::2] == batches[1::2]
+    assert [row for batch in batches[::2] for row in batch] == order + order[:3]
+    few = EpochSampler([5, 5], batch_size=8, seed=1, group_by_length=False, same_rows=3)
+    assert len(list(few)) == len(few) == 24
