@@ -93,6 +93,7 @@ class Method(ABC):
         shards: Whether FSDP2 takes apart what trains with the rest; otherwise every process has it whole.
         whole_weights: Why every process needs the model's weights in one piece, or an empty string.
         own_optimizer: Why it must see the optimizer and the gradients as they are, or an empty string; ZeRO hides both.
+        whole_earlier: Why it needs what an earlier method added or chose in one piece, or an empty string.
         stock: Whether stock PEFT loads what it saves.
         routes: Whether it tells the rows of a batch apart by their task: ``model(..., tasks=[...])``.
         model: The model after :meth:`attach`.
@@ -110,6 +111,7 @@ class Method(ABC):
     shards: ClassVar[bool] = False
     whole_weights: ClassVar[str] = ""
     own_optimizer: ClassVar[str] = ""
+    whole_earlier: ClassVar[str] = ""
     stock: ClassVar[bool] = False
     routes: ClassVar[bool] = False
     Config: ClassVar[type[MethodConfig]] = MethodConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -30,6 +31,7 @@ def add_noise(
     limit: float | None = None,
     decay: float = 1.0,
     stochastic: bool = False,
+    first: int = 0,
 ) -> None:
     """Writes ``decay weight + sum_i coefficients[i] z(keys[i])`` into ``out``, rounded once to its dtype.
 
@@ -44,11 +46,14 @@ def add_noise(
         limit: Entries of larger magnitude stay as they are: Sparse-MeZO's mask.
         decay: What the weight is multiplied with, a rounding of its own.
         stochastic: Rounds to bfloat16 up or down by chance, so that steps below half a unit are not lost on average.
+        first: Where ``weight`` begins along the first dimension of the tensor that it is a shard of.
     """
     source, target = _matrix(weight), _matrix(out)
     rows, columns = source.shape
-    column = torch.arange(columns, dtype=torch.int32, device=weight.device)
-    vectors = [row_vectors(key, 0, rows, weight.device) for key in keys]
+    flat = weight.ndim < 2  # one row of the field
+    column = torch.arange(columns, dtype=torch.int32, device=weight.device) + (first if flat else 0)
+    row = 0 if flat else first * math.prod(weight.shape[1:-1])
+    vectors = [row_vectors(key, row, rows, weight.device) for key in keys]
     for tile in row_tiles(rows, columns):
         piece = source[tile]
         value = piece.float() if piece.element_size() == 2 else piece
@@ -68,7 +73,7 @@ def add_noise(
 def _matrix(tensor: Tensor) -> Tensor:
     if tensor.ndim == 2:
         return tensor
-    return tensor.view(1, -1) if tensor.ndim < 2 else tensor.view(-1, tensor.shape[-1])
+    return tensor.view(1, tensor.numel()) if tensor.ndim < 2 else tensor.flatten(0, -2)
 
 
 def _round_by_chance(value: Tensor, bits: Tensor) -> Tensor:

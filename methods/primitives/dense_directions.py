@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from finetune.core.errors import CapabilityError
 from finetune.methods.primitives.add_noise import add_noise
 from finetune.methods.primitives.blocks import find_blocks
 from finetune.methods.primitives.hash_noise import Noise, derive_key
+from finetune.methods.primitives.sharding import first_row, in_shards, is_sharded, own_share, take_apart
 
 __all__ = ["DenseDirections", "Engine", "direction_numbers"]
 
@@ -35,8 +37,9 @@ class DenseDirections:
     """One random number per entry of some parameters, regenerated wherever it is needed and held nowhere.
 
     Args:
-        model: The model that they belong to.
-        tensors: The parameters, by name.
+        model: The model that they belong to. FSDP2 may take it apart later: each process then makes the numbers of its
+            shards, and perturbs them in place beside a copy of them, whatever the engine; ``inplace`` without.
+        names: Of the parameters.
         seed: Of the whole run.
         noise: Distribution of the numbers.
         engine: ``copy`` perturbs into a second copy of the tensors; ``onthefly`` into a buffer of the size of the
@@ -44,15 +47,14 @@ class DenseDirections:
         limits: Largest magnitude of an entry that takes part, by name.
         stochastic: Whether updates of bfloat16 tensors round by chance.
         decays: Whether weight decay acts on the matrices among the tensors.
+        alike: Whether all processes measure along the same direction at a time.
         changed: Called when the tensors have new values, where the forward pass reads another copy of them.
     """
-
-    reads_only = False
 
     def __init__(
         self,
         model: Any,
-        tensors: Mapping[str, nn.Parameter],
+        names: Iterable[str],
         *,
         seed: int,
         noise: Noise,
@@ -61,14 +63,16 @@ class DenseDirections:
         stochastic: bool = False,
         decays: bool = True,
         changed: Callable[[], None] | None = None,
+        alike: bool = True,
     ) -> None:
-        self.tensors = dict(tensors)
-        self._numbers = direction_numbers(list(tensors))
+        self._model, self._names = model, tuple(names)
+        self._numbers = direction_numbers(list(self._names))
         self._seed, self._noise, self._engine = seed, noise, engine
         self._limits = dict(limits or {})
         self._stochastic, self._decays, self._changed = stochastic, decays, changed
         self.step = 0
         self._now: tuple[int, Tensor] | None = None
+        self._in_shards, self._alike = False, alike
         self._own: dict[str, Tensor] = {}
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         self._blocks, self._resident = self._by_block(model)
@@ -87,32 +91,51 @@ class DenseDirections:
     @contextlib.contextmanager
     def perturbed(self, query: int, scale: float) -> Iterator[None]:
         """Makes every forward pass see ``W + scale z``; the weights themselves stay, but for ``inplace``."""
-        device = next(iter(self.tensors.values())).device
-        self._now = (query, torch.tensor([scale], dtype=torch.float64, device=device))
-        try:
-            self._swap_in(self._resident, "resident")
+        self._in_shards = is_sharded(self._model)
+        if self._in_shards and not self._alike:
+            raise CapabilityError(
+                "every process has a part of the same weights, so all have to move them along one direction at a time",
+                where="method.directions, method.perturbation_parallel",
+                want="shared, and 1",
+                fix="method.name: lozo, whose directions lie beside the weights, or engine.strategy: ddp",
+            )
+        names = list(self._names) if self._in_shards else self._resident
+        with in_shards(self._model):
+            device = own_share(self._parameter(self._names[0])).device
+            self._now = (query, torch.tensor([scale], dtype=torch.float64, device=device))
+            self._swap_in(names, "resident")
             self._tell()
+        try:
             yield
         finally:
-            self._swap_out(self._resident)
-            self._now = None
-            self._tell()
+            with in_shards(self._model):
+                self._swap_out(names)
+                self._now = None
+                self._tell()
 
     def move(self, distances: Tensor, *, decay: float = 1.0) -> None:
         """Adds ``sum_i distances[i] z_i`` to the weights, after decaying the matrices among them."""
-        for name, parameter in self.tensors.items():
+        take_apart(self._model)
+        for name in self._names:
+            parameter = self._parameter(name)
+            share = own_share(parameter)
             add_noise(
-                parameter.data,
-                parameter.data,
+                share,
+                share,
                 [self._key(query, name) for query in range(len(distances))],
                 distances,
                 noise=self._noise,
                 limit=self._limits.get(name),
                 decay=decay if self._decays and parameter.ndim > 1 else 1.0,
                 stochastic=self._stochastic and parameter.dtype == torch.bfloat16,
+                first=first_row(parameter),
             )
         self.step += 1
         self._tell()
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        """Returns a parameter as the modules hold it now: FSDP2 puts shards in its place."""
+        return self._model.get_parameter(name)  # type: ignore[no-any-return]
 
     def _tell(self) -> None:
         if self._changed is not None:
@@ -124,13 +147,13 @@ class DenseDirections:
     def _by_block(self, model: Any) -> tuple[list[tuple[nn.Module, list[str]]], list[str]]:
         """Returns the blocks with the tensors that only they hold, and the tensors that a whole pass sees perturbed."""
         if self._engine != "onthefly":
-            return [], list(self.tensors)
+            return [], list(self._names)
         _, blocks = find_blocks(model)
         held = {id(parameter): block for block in blocks for parameter in block.parameters()}
         grouped: dict[int, tuple[nn.Module, list[str]]] = {}
         resident = []
-        for name, parameter in self.tensors.items():
-            if (block := held.get(id(parameter))) is None:
+        for name in self._names:
+            if (block := held.get(id(self._parameter(name)))) is None:
                 resident.append(name)
             else:
                 grouped.setdefault(id(block), (block, []))[1].append(name)
@@ -142,40 +165,53 @@ class DenseDirections:
         query, scale = self._now
         if self._engine == "inplace":
             for name in names:
-                self._add(name, self.tensors[name].data, query, scale)
+                share = own_share(self._parameter(name))
+                self._add(name, share, share, query, scale)
             return
         buffers = self._buffer(names, place)
         for name in names:
-            parameter, buffer = self.tensors[name], buffers[name]
-            self._add(name, buffer, query, scale)
-            self._own[name], parameter.data = parameter.data, buffer
+            parameter, buffer = self._parameter(name), buffers[name]
+            if self._in_shards:
+                share = own_share(parameter)
+                self._own[name] = buffer.copy_(share)
+                self._add(name, share, buffer, query, scale)
+            else:
+                self._add(name, buffer, parameter.data, query, scale)
+                self._own[name], parameter.data = parameter.data, buffer
 
     def _swap_out(self, names: list[str]) -> None:
         if self._engine == "inplace" and self._now is not None:
             query, scale = self._now
             for name in names:
-                self._add(name, self.tensors[name].data, query, -scale)
+                share = own_share(self._parameter(name))
+                self._add(name, share, share, query, -scale)
             return
         for name in names:
-            if name in self._own:
-                self.tensors[name].data = self._own.pop(name)
+            if name not in self._own:
+                continue
+            parameter, own = self._parameter(name), self._own.pop(name)
+            if self._in_shards:
+                own_share(parameter).copy_(own)
+            else:
+                parameter.data = own
 
-    def _add(self, name: str, out: Tensor, query: int, scale: Tensor) -> None:
-        weight, key = self.tensors[name].data, self._key(query, name)
-        add_noise(out, weight, [key], scale, noise=self._noise, limit=self._limits.get(name))
+    def _add(self, name: str, out: Tensor, weight: Tensor, query: int, scale: Tensor) -> None:
+        first = first_row(self._parameter(name))
+        key, limit = self._key(query, name), self._limits.get(name)
+        add_noise(out, weight, [key], scale, noise=self._noise, limit=limit, first=first)
 
     def _buffer(self, names: list[str], place: str) -> dict[str, Tensor]:
         """Returns where the perturbed tensors go: views of one flat buffer per dtype, which grows to the largest."""
         ends: dict[torch.dtype, int] = {}
         starts = {}
         for name in names:
-            tensor = self.tensors[name].data
+            tensor = own_share(self._parameter(name))
             start = ends.get(tensor.dtype, 0)
             starts[name] = start
             ends[tensor.dtype] = start + -(-tensor.numel() // _ALIGNED) * _ALIGNED
         views = {}
         for name in names:
-            tensor = self.tensors[name].data
+            tensor = own_share(self._parameter(name))
             key = (place, tensor.dtype)
             flat = self._buffers.get(key)
             if flat is None or flat.numel() < ends[tensor.dtype] or flat.device != tensor.device:
@@ -191,6 +227,8 @@ class _BlockHook:
         self._directions, self._names, self._enter = directions, names, enter
 
     def __call__(self, module: nn.Module, *given: Any) -> None:
+        if self._directions._in_shards:
+            return
         if self._enter:
             self._directions._swap_in(self._names, "block")
         else:

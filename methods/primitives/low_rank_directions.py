@@ -84,8 +84,6 @@ class LowRankDirections:
         momenta: M of every layer, float32 (M, queries r); without momentum, none.
     """
 
-    reads_only = True
-
     def __init__(
         self,
         layers: Mapping[str, nn.Module],

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from finetune.core.errors import CapabilityError, TrainingError
+from finetune.core.errors import TrainingError
 from finetune.core.evaluation_mode import evaluation_mode
 from finetune.methods.primitives.labelled_tokens import IGNORED
 from finetune.methods.primitives.slope_rules import Estimate, Losses
@@ -31,8 +30,6 @@ class Directions(Protocol):
 
     step: int
     """Optimizer steps taken: with the seed, the number that directions are made of."""
-    reads_only: bool
-    """Whether weights are only read, so that FSDP2 may have taken them apart."""
 
     def perturbed(self, query: int, scale: float) -> contextlib.AbstractContextManager[None]:
         """Returns the context in which a forward pass sees the weights moved along one of this step's directions."""
@@ -162,13 +159,6 @@ class ProjectedForward:
             return {"loss": loss_at(0, 0.0).float()}
 
     def _delivered(self, loss_at: Losses, weight: Tensor, batch: dict[str, Any]) -> Tensor:
-        if isinstance(self._model, FSDPModule) and not self._directions.reads_only:
-            raise CapabilityError(
-                "the method moves weights, and FSDP2 has put shards in their place",
-                where=type(self._model).__name__,
-                want="whole weights on each process, or a method that only reads them",
-                fix="method.name: lozo, or DistributedDataParallel",
-            )
         with torch.no_grad(), evaluation_mode(self._model):
             found = self._estimate(loss_at, weight=weight, batch=batch)
         return _DELIVER(self._model.get_parameter(PARAMETER), found.loss.float(), found.slopes)

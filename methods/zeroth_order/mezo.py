@@ -68,7 +68,7 @@ class Mezo(Estimator):
     kind: ClassVar[Kind] = "subset"
     narrows_added: ClassVar[bool] = True
     narrows_entries: ClassVar[bool] = True
-    whole_weights: ClassVar[str] = "it moves whole weights, and sharding leaves each process a part of them"
+    whole_earlier: ClassVar[str] = "it moves what an earlier method added or chose, and no process would have it whole"
     Config: ClassVar[type[MethodConfig]] = MezoConfig
     config: MezoConfig
 
@@ -76,7 +76,8 @@ class Mezo(Estimator):
         from finetune.methods.primitives.dense_directions import DenseDirections
         from finetune.methods.primitives.master_weights import AutocastForward, widen
 
-        self._tensors = {name: p for name, p in model.named_parameters() if name in candidates}
+        self._owner = model
+        self._names = tuple(name for name, _ in model.named_parameters() if name in candidates)
         self._base_dtypes = {name: parameter.dtype for name, parameter in self._tensors.items()}
         self._check(self._tensors)
         self._autocast = None
@@ -84,7 +85,7 @@ class Mezo(Estimator):
             self._autocast = AutocastForward([model], narrow)
         return DenseDirections(
             model,
-            self._tensors,
+            self._names,
             seed=self.config.seed,
             noise=self.config.noise,
             engine="copy" if self.earlier and self.config.engine == "onthefly" else self.config.engine,
@@ -92,7 +93,13 @@ class Mezo(Estimator):
             stochastic=True,
             decays=self.earlier is None,
             changed=self.earlier.write_values if self.earlier else None,
+            alike=self.config.directions == "shared" and self.config.perturbation_parallel == 1,
         )
+
+    @property
+    def _tensors(self) -> dict[str, nn.Parameter]:
+        """What moves, as the modules hold it now: FSDP2 puts shards in its place."""
+        return {name: self._owner.get_parameter(name) for name in self._names}
 
     def _limits(self) -> dict[str, float]:
         """Returns the largest magnitude of an entry that trains, for the tensors that have one."""
@@ -118,12 +125,14 @@ class Mezo(Estimator):
                 )
 
     def learned_tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors that train, in the dtype that trains."""
-        return {name: parameter.detach() for name, parameter in self._tensors.items()}
+        """Returns the tensors that train, in the dtype that trains; a sharded one in one piece."""
+        from finetune.methods.primitives.sharding import whole
+
+        return {name: whole(parameter) for name, parameter in self._tensors.items()}
 
     def touched(self) -> frozenset[str]:
         """Returns their names."""
-        return frozenset(self._tensors)
+        return frozenset(self._names)
 
     def saved_scalars(self) -> int:
         """Returns the number of their entries."""
@@ -147,7 +156,7 @@ class Mezo(Estimator):
         """Returns the metadata with the names of what trains, which say the number of each tensor in the noise."""
         return {
             **super().metadata(),
-            "scope": sorted(self._tensors),
+            "scope": sorted(self._names),
             "over": self.earlier.name if self.earlier else None,
         }
 
@@ -158,16 +167,15 @@ class Mezo(Estimator):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Copies the values into the trained tensors, and restores the log; strict."""
-        import torch
+        from finetune.methods.primitives.sharding import put_whole
 
         super().load_state_dict(state)
         if self.earlier:
             return
-        own = {f"{name}{VALUE}": tensor for name, tensor in self.learned_tensors().items()}
+        own: dict[str, Tensor] = {f"{name}{VALUE}": parameter for name, parameter in self._tensors.items()}
         require_same_shapes(own, {key: tensor for key, tensor in state.items() if key.endswith(VALUE)})
-        with torch.no_grad():
-            for name, parameter in self._tensors.items():
-                parameter.copy_(state[f"{name}{VALUE}"])
+        for name, parameter in self._tensors.items():
+            put_whole(parameter, state[f"{name}{VALUE}"])
 
     def merge(self) -> nn.Module:
         """Rounds the trained tensors to the base's dtype and returns the model."""
@@ -177,5 +185,5 @@ class Mezo(Estimator):
             self._autocast.remove()
         for name, parameter in self._tensors.items():
             cast_in_place(parameter, self._base_dtypes[name])
-        self._tensors = {}
+        self._names = ()
         return self._detach()

@@ -130,5 +130,5 @@ def test_the_other_methods_do_too(tmp_path: Path) -> None:
 
 def test_what_needs_whole_weights_says_why() -> None:
     refused = {name for name in discover() if unsupported(METHODS.get(name), "fsdp")}
-    assert refused == {"mezo", "fzoo", "sparse_mezo", "shadow"}
+    assert refused == {"shadow"}
     assert not any(unsupported(METHODS.get(name), strategy) for name in discover() for strategy in ("single", "ddp"))

@@ -15,6 +15,7 @@ from finetune.core.errors import CapabilityError, ConfigError, TrainingError
 from finetune.engines.choose import choose_engine, resolve_strategy
 from finetune.engines.engine import Engine
 from finetune.engines.sharded import Sharded
+from finetune.methods import build_method
 from support.tiny import tiny_llama
 
 
@@ -59,10 +60,12 @@ def test_int8_is_for_weights_that_never_change() -> None:
     assert isinstance(choose_engine("fsdp", section, 2, finetune.method("lora")), Sharded)
 
 
-@pytest.mark.parametrize("name", ["mezo", "shadow"])
-def test_what_needs_whole_weights_is_refused_before_they_load(name: str) -> None:
+def test_what_needs_whole_weights_is_refused_before_they_load() -> None:
     with pytest.raises(CapabilityError, match=r"engine.strategy: ddp"):
-        choose_engine("fsdp", EngineSection(), 2, finetune.method(name))
+        choose_engine("fsdp", EngineSection(), 2, finetune.method("shadow"))
+    with pytest.raises(CapabilityError, match="what an earlier method added or chose"):
+        choose_engine("fsdp", EngineSection(), 2, build_method([{"name": "lora"}, {"name": "mezo"}]))
+    choose_engine("fsdp", EngineSection(), 2, build_method([{"name": "spectrum"}, {"name": "mezo"}]))
 
 
 def test_a_trainer_of_fewer_processes_than_were_started_is_noticed(tmp_path: Path) -> None:

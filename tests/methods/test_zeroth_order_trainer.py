@@ -357,7 +357,7 @@ def test_processes_that_split_the_passes_do_what_one_does(processes: int, tmp_pa
             if members == processes:
                 assert torch.equal(other, tensor), f"{case} {key}"
             else:  # transformers rounds the losses of both halves to float32: 1e-4 of a slope
-                torch.testing.assert_close(other, tensor, atol=3e-6, rtol=1e-4, msg=f"{case} {key}")
+                torch.testing.assert_close(other, tensor, atol=2e-5, rtol=1e-3, msg=f"{case} {key}")
         assert ("have been given different" in found[case]["said"]) == (members == 2)
 
 
@@ -373,34 +373,74 @@ def test_members_that_do_not_divide_the_passes_are_refused() -> None:
 ON_SHARDS = """
 import torch
 import finetune
-from finetune.core.errors import CapabilityError
-from support.distributed import own_rows, save_results, shard
+from finetune.methods.primitives.sharding import take_apart
+from support.distributed import distributed, own_rows, rank, save_results, shard
 from support.tiny import tiny_llama
 
-method = finetune.method("lozo", lazy_interval=3, directions="shared")
-model = method.attach(tiny_llama())
-shard(model, model.model.layers, ignored_params={model.projected_gradient})
-optimizer = torch.optim.SGD(method.trained_parameters().values(), lr=1e-3)
-for step in range(8):
-    mine = own_rows(step)
-    model(input_ids=mine, labels=mine).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-moves = finetune.method("mezo").attach(tiny_llama())
-shard(moves, moves.model.layers, ignored_params={moves.projected_gradient})
-try:
-    moves(input_ids=mine, labels=mine)
-    refused = ""
-except CapabilityError as error:
-    refused = str(error)
-save_results({"state": method.state_dict(), "refused": refused})
+results = {}
+for case, config in {
+    "lozo": {"lazy_interval": 3, "directions": "shared"},
+    "mezo": {"queries": 2, "noise": "binomial"},
+    "mezo copy": {"engine": "copy"},
+    "sparse_mezo": {},
+    "fzoo": {"queries": 3},
+}.items():
+    method = finetune.method(case.partition(" ")[0], **config)
+    model = method.attach(tiny_llama(dtype=torch.float64))
+    shard(model, model.model.layers, ignored_params={model.projected_gradient})
+    optimizer = torch.optim.SGD(method.trained_parameters().values(), lr=1e-3, weight_decay=0.1)
+    for step in range(6):
+        mine = own_rows(step)
+        model(input_ids=mine, labels=mine).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            with torch.no_grad():  # an evaluation leaves what FSDP2 gathered; the next step has to see it moved
+                model(input_ids=mine, labels=mine)
+    take_apart(model)
+    before = {key: tensor.clone() for key, tensor in method.state_dict().items()}
+    moved = method.state_dict()
+    if case == "mezo copy":
+        # The noise of shards is that of the whole tensor, to the bit, and comes off without a trace.
+        with torch.no_grad(), method._directions.perturbed(0, 0.5):
+            take_apart(model)
+            moved = {key: tensor.clone() for key, tensor in method.state_dict().items()}
+        take_apart(model)
+        method.load_state_dict(before)
+        after = method.state_dict()
+        assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+    results[case] = {"state": before, "moved": moved}
+if distributed:
+    for config in ({"directions": "independent"}, {"perturbation_parallel": 2}):
+        method = finetune.method("mezo", **config)
+        model = method.attach(tiny_llama())
+        shard(model, model.model.layers, ignored_params={model.projected_gradient})
+        try:
+            model(input_ids=mine, labels=mine)
+        except finetune.core.errors.CapabilityError as error:
+            results[str(config)] = str(error)
+save_results(results)
 """
 
 
 @pytest.mark.multi_process
-def test_weights_that_are_only_read_may_be_sharded(tmp_path: Path) -> None:
+def test_sharded_weights_are_read_and_moved_as_whole_ones_are(tmp_path: Path) -> None:
     one, two = one_and_two_processes(tmp_path, ON_SHARDS)
-    assert two["state"].keys() == one["state"].keys()
-    for key, tensor in one["state"].items():
-        torch.testing.assert_close(two["state"][key], tensor, atol=2e-4, rtol=1e-2)
-    assert "FSDP2 has put shards in their place" in two["refused"]
+    for case, expected in one.items():
+        found = two[case]
+        for key, tensor in expected["state"].items():
+            # transformers rounds the losses of both halves to float32: 1e-4 of a slope at eps = 1e-3
+            torch.testing.assert_close(found["state"][key], tensor, atol=2e-5, rtol=2e-3, msg=f"{case} {key}")
+    noise = {
+        count: {
+            key: results["mezo copy"]["moved"][key] - tensor for key, tensor in results["mezo copy"]["state"].items()
+        }
+        for count, results in ((1, one), (2, two))
+    }
+    for key, tensor in noise[1].items():
+        assert torch.equal(tensor.sign(), noise[2][key].sign())
+        if key.endswith(".value"):
+            assert set(tensor.abs().mul(2).round(decimals=6).unique().tolist()) == {1.0}
+    refused = [error for case, error in two.items() if case.startswith("{")]
+    assert len(refused) == 2
+    assert all("every process has a part of the same weights" in error for error in refused)
