@@ -278,6 +278,7 @@ class _Run:
             seed=plan.recipe.seed,
             group_by_length=plan.recipe.data.group_by_length,
             same_rows=plan.method.same_rows,
+            micro_batch=arguments.per_device_train_batch_size,
         )
         metrics, stop = Metrics(self.run), StopOnSignal()
         trainer = FinetuneTrainer(

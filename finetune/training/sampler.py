@@ -27,16 +27,24 @@ class EpochSampler(Sampler[int]):
         seed: Seed of the order.
         group_by_length: False for a plain shuffle.
         same_rows: Processes in a row that get the same batch: as often does each come, a short last one filled up.
+        micro_batch: Rows of such a batch.
     """
 
     def __init__(
-        self, lengths: Sequence[int], *, batch_size: int, seed: int, group_by_length: bool, same_rows: int = 1
+        self,
+        lengths: Sequence[int],
+        *,
+        batch_size: int,
+        seed: int,
+        group_by_length: bool,
+        same_rows: int = 1,
+        micro_batch: int = 1,
     ) -> None:
         self._lengths = torch.tensor(lengths)
         self._batch_size = batch_size
         self._seed = seed
         self._group_by_length = group_by_length
-        self._same_rows = same_rows
+        self._same_rows, self._micro_batch = same_rows, micro_batch
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -71,7 +79,7 @@ class EpochSampler(Sampler[int]):
         return self.order(epoch)[position * rows_per_step : (position + 1) * rows_per_step]
 
     def __iter__(self) -> Iterator[int]:
-        order, size = self.order(self._epoch), self._batch_size
+        order, size = self.order(self._epoch), self._micro_batch
         if self._same_rows == 1:
             return iter(order)
         filled = list(itertools.islice(itertools.cycle(order), len(self) // self._same_rows))
@@ -80,7 +88,9 @@ class EpochSampler(Sampler[int]):
 
     def __len__(self) -> int:
         rows = len(self._lengths)
-        return rows if self._same_rows == 1 else math.ceil(rows / self._batch_size) * self._batch_size * self._same_rows
+        if self._same_rows == 1:
+            return rows
+        return math.ceil(rows / self._micro_batch) * self._micro_batch * self._same_rows
 
 
 def _cut(rows: torch.Tensor, size: int) -> list[torch.Tensor]:
