@@ -45,6 +45,16 @@ class LowRankAdapter(PeftTuner):
 
         return low_rank_layers(self.model)
 
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the factors of each layer, wherever they come from, and what trains whole besides."""
+        shapes = {}
+        for name, layer in self._layers().items():
+            (rank,) = layer.r.values()
+            shapes[f"{name}.lora_A.weight"] = (rank, layer.in_features)
+            shapes[f"{name}.lora_B.weight"] = (layer.out_features, rank)
+        whole = {name: shape for name, shape in super().trained_shapes().items() if "modules_to_save" in name}
+        return {**shapes, **whole}
+
     def export_adapter(self, folder: str | Path) -> None:
         """Writes the plain factors as a stock LoRA adapter; the update is the same, bit for bit."""
         from finetune.methods.primitives.lora_export import write_lora

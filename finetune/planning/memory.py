@@ -44,7 +44,7 @@ class MemoryEstimate:
             (kept for the backward pass), ``logits``.
         phase: The moment of the peak.
         available: Bytes that this process may take in total.
-        moments: Bytes at each moment that may be the peak, and of what happens between steps.
+        moments: Bytes at each moment of a step that may be the peak.
     """
 
     parts: dict[str, int]
@@ -125,6 +125,7 @@ class _Step:
     places: TrainedPlaces
     compute: int
     trained_bytes: int
+    trained_count: int
     adapter: bool
     tokens: int
     length: int
@@ -134,7 +135,7 @@ class _Step:
 
     @property
     def adapter_bytes(self) -> int:
-        return max(1, round(self.trained_bytes / max(1, self.places.count)))
+        return max(1, round(self.trained_bytes / max(1, self.trained_count)))
 
 
 def estimate_memory(
@@ -163,7 +164,7 @@ def estimate_memory(
     Args:
         config: The model's config.
         trained: Name -> shape of every trained parameter, or of the tensor that its entries are chosen from.
-        trained_count: Scalars that train, where they are fewer than the shapes have.
+        trained_count: Scalars that train, where the shapes have another number.
         frozen_bytes: Bytes of all tensors that do not train, buffers included; a tied tensor counts once.
         trained_bytes: Bytes of the trained parameters as they are held, masters included.
         weight_dtype: Dtype in which the model computes: float32, bfloat16 or float16.
@@ -186,11 +187,13 @@ def estimate_memory(
     places = find_trained_places(trained)
     if getattr(config.get_text_config(), "tie_word_embeddings", False):
         places.head |= places.embedding
+    count = places.count if trained_count is None else trained_count
     step = _Step(
         shape=ModelShape.of(config),
         places=places,
         compute=_BYTES[weight_dtype],
         trained_bytes=trained_bytes,
+        trained_count=count,
         adapter=method_kind == "adapter",
         tokens=micro_batch * length,
         length=length,
@@ -202,7 +205,7 @@ def estimate_memory(
         "process": process_bytes,
         "weights": frozen_bytes,
         "trained": trained_bytes,
-        "optimizer": optimizer_state_bytes(optimizer, places.count if trained_count is None else trained_count),
+        "optimizer": optimizer_state_bytes(optimizer, count),
     }
     phases = _phases(step, step.tokens if label_tokens is None else label_tokens, logits_chunk)
     gradients = trained_bytes if accumulation > 1 else 0
@@ -244,6 +247,8 @@ def _phases(step: _Step, label_tokens: int, logits_chunk: int | None) -> dict[st
         if not step.checkpointing and not step.places.embedding and first < shape.layers:
             kept -= _without_gradient(step, first) * tokens
     kept += e * shape.h * (label_tokens if step.places.head else 0) + e * shape.h * tokens * step.places.final_norm
+    if step.adapter and step.places.count > step.trained_count:
+        kept += step.adapter_bytes * step.places.count  # factors that are laid out from pools when a pass begins
     if step.in_flight is not None:
         kept = min(kept, step.in_flight + within)
     at_once = label_tokens if logits_chunk is None else min(label_tokens, logits_chunk)

@@ -198,14 +198,14 @@ class _Run:
         )
         if self.checkpoint is not None:
             check_identity(self.checkpoint, self.plan.identity())
-        share = estimate.peak / max(1, estimate.available)
-        if share > 1 and not force:
+        if not estimate.fits and not force:
             raise RefusedError(
                 "the run needs more memory than there is",
                 got=f"estimate {estimate.peak / 1e9:.2f} GB, of it {estimate.largest}",
                 want=f"at most {estimate.available / 1e9:.2f} GB",
                 fix=f"{estimate.remedy}, or --force",
             )
+        share = estimate.peak / max(1, estimate.available)
         if share > 0.9:
             warnings.warn(
                 f"the run is estimated to need {share:.0%} of the memory that is free, so it may be killed",
