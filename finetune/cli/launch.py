@@ -51,9 +51,9 @@ def launch(processes: int, settings: Settings, *, max_restarts: int = 0) -> int:
         if first.exitcode > 0:
             return first.exitcode
         raise TrainingError(
-            f"process {rank} of {processes} was killed by {first.signal_name()}, so the others were ended",
+            f"process {rank} of {processes} was killed by {first.signal_name()}, which ended the run",
             got=f"{max_restarts} restarts" if max_restarts else "",
-            fix="finetune train RECIPE --resume goes on from the last checkpoint; --max-restarts N does so by itself",
+            fix="the same command with --resume goes on; finetune train --max-restarts N does so by itself",
         ) from None
     except SignalException:
         return INTERRUPTED

@@ -172,7 +172,7 @@ def _as_ours(error: Exception, settings: Settings) -> tuple[FinetuneError, int]:
         wrong_path = isinstance(error, _WRONG_PATHS)
         return FinetuneError(what, where=str(error.filename or "")), WRONG_INPUT if wrong_path else FAILED
     if lost_a_process(error):
-        return FinetuneError("another process of this run is gone", fix="what it said last, or the launcher"), FAILED
+        return FinetuneError("another process of this run is gone", fix="look at what that one said"), FAILED
     fix = "" if settings.debug else "the same command with --debug shows where"
     what = f"unexpected {type(error).__name__}"
     return FinetuneError(what, got=" ".join(str(error).split()), fix=fix), FAILED

@@ -29,6 +29,7 @@ class SpillFile:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as this object
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="spill")
         self._unwritten: collections.deque[Spilled] = collections.deque()
@@ -51,10 +52,8 @@ class SpillFile:
         self._order.append(spilled)
         self._end += size
         self._unwritten.append(spilled)
-        while self._unwritten[0].written.done() or sum(other.size for other in self._unwritten) > IN_FLIGHT:
+        while self._unwritten and (self._unwritten[0].written.done() or self._waiting() > IN_FLIGHT):
             self._unwritten.popleft().written.result()
-            if not self._unwritten:
-                break
         return spilled
 
     def fetch(self, spilled: Spilled) -> UntypedStorage:
@@ -77,10 +76,16 @@ class SpillFile:
         self._worker.shutdown()
         self._file.close()
 
+    def _waiting(self) -> int:
+        return sum(spilled.size for spilled in self._unwritten)
+
     def _write(self, tensor: Tensor, version: int, offset: int) -> None:
         rest = _view(tensor.untyped_storage())
         while rest:
-            done = os.pwrite(self._file.fileno(), rest, offset)
+            try:
+                done = os.pwrite(self._file.fileno(), rest, offset)
+            except OSError as error:  # of a file without a name it does not say where
+                raise OSError(error.errno, error.strerror, str(self._folder)) from error
             rest, offset = rest[done:], offset + done
         if tensor._version != version:
             raise RuntimeError("a tensor that the backward pass needs was changed in place while it was put away")

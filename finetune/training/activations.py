@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from finetune.config.schema import OffloadSection
     from finetune.engines.engine import Engine
 
-__all__ = ["activation_lines", "check_activations", "offload_activations"]
+__all__ = ["activation_lines", "away_lines", "check_activations", "offload_activations"]
 
 _KEY = "engine.offload.activations"
 
@@ -53,3 +53,8 @@ def activation_lines(section: OffloadSection) -> list[tuple[str, str]]:
     """Returns what the plan says of it: a label and a text, or nothing."""
     place = {"none": "", "cpu": "the CPU's memory", "disk": "a file"}[section.activations]
     return [("offload", f"activations wait in {place} for the backward pass")] if place else []
+
+
+def away_lines(size: int | None) -> list[tuple[str, str]]:
+    """Returns what the end of a run says of so many bytes that were put away."""
+    return [("offload", f"{size / 1e9:.1f} GB of activations put away and fetched")] if size else []

@@ -12,7 +12,7 @@ import transformers
 
 from finetune import __version__
 from finetune.report.record import next_commands
-from finetune.training.activations import activation_lines
+from finetune.training.activations import activation_lines, away_lines
 from finetune.training.streaming import streaming_lines, traffic_lines
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def describe_record(
         },
         "final": {"loss": None, "eval_loss": None},
         "streaming": None,
+        "activations_away_bytes": None,
         "evaluation": {"before": before, "after": []},
         "config_resolved": loaded.resolved_yaml(),
     }
@@ -137,6 +138,7 @@ def describe_end(run: Path, record: dict[str, Any]) -> str:
     lines = [
         ("done", " · ".join(numbers)),
         *traffic_lines(record["streaming"]),
+        *away_lines(record["activations_away_bytes"]),
         *_evaluation_lines(record["evaluation"]),
         *(("warning", text) for text in record["warnings"]),
         (

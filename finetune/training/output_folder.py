@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from finetune.core.errors import CheckpointError, FinetuneWarning, RefusedError
 from finetune.planning.host import free_disk
@@ -18,10 +19,17 @@ __all__ = [
     "checkpoint_to_resume",
     "clear_output",
     "launch_id",
+    "read_record",
     "started_again",
 ]
 
 RECORD = "run.json"
+
+
+def read_record(run: Path) -> dict[str, Any]:
+    """Returns the content of ``run.json``; nothing where there is none."""
+    file = run / RECORD
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
 def launch_id() -> str:
@@ -31,10 +39,8 @@ def launch_id() -> str:
 
 def started_again(run: Path) -> bool:
     """Returns whether torchrun starts the processes anew after one of them died, and ``run`` is what they had begun."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not (run / RECORD).is_file():
-        return False
-    recorded: dict[str, object] = json.loads((run / RECORD).read_text(encoding="utf-8"))
-    return recorded.get("launch") == launch_id()
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return restarts != "0" and read_record(run).get("launch") == launch_id()
 
 
 def check_output(run: Path, *, resume: bool, overwrite: bool) -> None:

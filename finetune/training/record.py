@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import platform
 import sys
 from datetime import UTC, datetime
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core.files import write_json
 from finetune.environment import toolkit_version
-from finetune.training.output_folder import RECORD, launch_id
+from finetune.training.output_folder import RECORD, launch_id, read_record
 
 if TYPE_CHECKING:
     from finetune.config.schema import Recipe
@@ -24,8 +23,7 @@ _PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safeten
 
 def as_recorded(recipe: Recipe, run: Path) -> Recipe:
     """Returns the recipe with the dtype and the attention that an earlier run settled on in place of ``auto``."""
-    file = run / RECORD
-    recorded = json.loads(file.read_text(encoding="utf-8")).get("model", {}) if file.is_file() else {}
+    recorded = read_record(run).get("model", {})
     automatic = [key for key in ("dtype", "attn_implementation") if getattr(recipe.model, key) == "auto"]
     settled = {key: recorded[key] for key in automatic if key in recorded}
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=settled)})

@@ -27,11 +27,11 @@ from finetune.training.inflight import InFlightChecks, StopOnSignal
 from finetune.training.loss import LeanLoss
 from finetune.training.memory import peak_device_bytes
 from finetune.training.output_folder import (
-    RECORD,
     check_disk,
     check_output,
     checkpoint_to_resume,
     clear_output,
+    read_record,
     started_again,
 )
 from finetune.training.plan import Plan, make_plan
@@ -124,7 +124,7 @@ class _Run:
 
     def execute(self, *, force: bool, fresh: bool) -> RunResult:
         engine = self.plan.engine
-        earlier = self._earlier()
+        earlier = {} if self.checkpoint is None else read_record(self.run)
         before: list[dict[str, Any]] = earlier.get("evaluation", {}).get("before", [])
         if self._wants_before() and not engine.together:
             before = self._evaluate(self.plan.model)
@@ -157,13 +157,6 @@ class _Run:
             if self.is_main:
                 record.end("failed", error=str(error) or type(error).__name__)
             raise
-
-    def _earlier(self) -> dict[str, Any]:
-        """Returns the record of the run that goes on, or an empty one."""
-        if self.checkpoint is None or not (self.run / RECORD).is_file():
-            return {}
-        recorded: dict[str, Any] = json.loads((self.run / RECORD).read_text(encoding="utf-8"))
-        return recorded
 
     def _wants_before(self) -> bool:
         evaluation = self.loaded.recipe.eval
@@ -258,6 +251,7 @@ class _Run:
         peak = peak_device_bytes()
         final = _final_numbers(trainer)
         streaming = None if self.plan.streamer is None else asdict(self.plan.streamer.traffic())
+        away = None if trainer.activations is None else trainer.activations.bytes_away
         self._save_final(record)
         after = self._evaluate(model)
         if not self.is_main:
@@ -265,7 +259,15 @@ class _Run:
         saved = sum(file.stat().st_size for file in (self.run / "final").glob("*.safetensors"))
         memory = {**record.fields["memory"], "measured_peak_bytes": peak, "saved_bytes": saved}
         evaluation = {**record.fields["evaluation"], "after": after}
-        record.end("completed", seconds=seconds, final=final, memory=memory, evaluation=evaluation, streaming=streaming)
+        record.end(
+            "completed",
+            seconds=seconds,
+            final=final,
+            memory=memory,
+            evaluation=evaluation,
+            streaming=streaming,
+            activations_away_bytes=away,
+        )
         self._report(record)
         return RunResult(self.run, "completed", record=record.fields)
 
@@ -341,10 +343,8 @@ class _Run:
 
 def _completed(run: Path) -> dict[str, Any] | None:
     """Returns the record of a run that has ended well, or None."""
-    if not (run / RECORD).is_file():
-        return None
-    record: dict[str, Any] = json.loads((run / RECORD).read_text(encoding="utf-8"))
-    return record if record["status"] == "completed" else None
+    record = read_record(run)
+    return record if record.get("status") == "completed" else None
 
 
 def _final_numbers(trainer: FinetuneTrainer) -> dict[str, float | None]:

@@ -79,12 +79,12 @@ class EpochSampler(Sampler[int]):
         return self.order(epoch)[position * rows_per_step : (position + 1) * rows_per_step]
 
     def __iter__(self) -> Iterator[int]:
-        order, size = self.order(self._epoch), self._micro_batch
+        order = self.order(self._epoch)
         if self._same_rows == 1:
             return iter(order)
-        filled = list(itertools.islice(itertools.cycle(order), len(self) // self._same_rows))
-        batches = [filled[start : start + size] for start in range(0, len(filled), size)]
-        return (row for batch in batches for _ in range(self._same_rows) for row in batch)
+        filled = itertools.islice(itertools.cycle(order), len(self) // self._same_rows)
+        batches = _cut(torch.tensor(list(filled)), self._micro_batch)
+        return (row for batch in batches for _ in range(self._same_rows) for row in batch.tolist())
 
     def __len__(self) -> int:
         rows = len(self._lengths)

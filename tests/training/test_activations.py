@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from safetensors.torch import load_file
 from finetune.config.load import load_recipe
 from finetune.config.schema import EngineSection
 from finetune.core.errors import CapabilityError
+from finetune.core.files import incomplete_reason
 from finetune.engines.choose import choose_engine
 from finetune.methods import build_method
 from finetune.training.activations import check_activations
@@ -19,7 +24,8 @@ from finetune.training.run import train
 from support.tiny import save_tiny_model
 
 
-def test_a_run_learns_the_same_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     save_tiny_model(tmp_path / "model")
     rows = [{"prompt": f"say {i} " * 20, "completion": "yes " * 30} for i in range(16)]
@@ -31,14 +37,39 @@ def test_a_run_learns_the_same_bit_for_bit(tmp_path: Path, monkeypatch: pytest.M
         "train: {per_device_train_batch_size: 4, gradient_accumulation_steps: 2, learning_rate: 1e-2, max_steps: 3}\n"
         "output_dir: unset\n"
     )
+    return tmp_path
+
+
+def test_a_run_learns_the_same_bit_for_bit(workshop: Path) -> None:
     learned = []
     for place in ("none", "disk"):
-        overrides = [f"engine.offload.activations={place}", f"output_dir={tmp_path / place}"]
-        result = train(load_recipe([str(tmp_path / "recipe.yaml")], overrides))
+        overrides = [f"engine.offload.activations={place}", f"output_dir={workshop / place}"]
+        result = train(load_recipe([str(workshop / "recipe.yaml")], overrides))
         assert result.status == "completed"
-        learned.append(load_file(next((tmp_path / place / "final").glob("*.safetensors"))))
+        learned.append(load_file(next((workshop / place / "final").glob("*.safetensors"))))
     assert learned[0].keys() == learned[1].keys()
     assert all(torch.equal(learned[1][name], tensor) for name, tensor in learned[0].items())
+    record = json.loads((workshop / "disk" / "run.json").read_text())
+    assert record["activations_away_bytes"] > 0
+
+
+def test_a_full_disk_ends_the_run_with_a_line_and_leaves_its_checkpoints(workshop: Path) -> None:
+    train(load_recipe([str(workshop / "recipe.yaml")], [f"output_dir={workshop / 'run'}", "train.save_steps=1"]))
+    kept = workshop / "run" / "checkpoint-1"
+    shutil.rmtree(workshop / "run" / "final")
+    record = json.loads((workshop / "run" / "run.json").read_text())
+    (workshop / "run" / "run.json").write_text(json.dumps({**record, "status": "interrupted"}))
+    command = [sys.executable, "-m", "finetune", "train", str(workshop / "recipe.yaml"), "--resume", str(kept)]
+    command += [f"output_dir={workshop / 'run'}", "train.save_steps=1", "engine.offload.activations=disk"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=_small_files)
+    assert done.returncode == 1
+    assert f"error: file too large\n  at   {workshop / 'run'}\n" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not incomplete_reason(kept)
+
+
+def _small_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
 
 @pytest.mark.parametrize(
