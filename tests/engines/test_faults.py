@@ -6,16 +6,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from support.tiny import save_tiny_model
+from support.runs import finish, learned, logged, start, wait_for
+from support.workshop import write_workshop
 
 STEPS = 12
 
@@ -23,39 +21,21 @@ pytestmark = [pytest.mark.integration, pytest.mark.multi_process]
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model and rows; and the run of two processes that nobody disturbs."""
-    folder = tmp_path_factory.mktemp("faults")
-    save_tiny_model(folder / "model")
-    rows = [{"prompt": f"say {i}", "completion": "x" * (i % 7 + 1)} for i in range(37)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "recipe.yaml").write_text(
-        f"model: {{name_or_path: {folder / 'model'}, dtype: float32, device: cpu}}\n"
-        "method: {name: lora, r: 4, target_modules: all-linear, lora_dropout: 0.1}\n"
-        f"data: {{train: {folder / 'rows.jsonl'}}}\n"
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a recipe beside whose run lies that of two processes that nobody disturbs."""
+    recipe = write_workshop(
+        tmp_path_factory.mktemp("faults"),
+        [{"prompt": f"say {i}", "completion": "x" * (i % 7 + 1)} for i in range(37)],
+        "method: {name: lora, r: 4, target_modules: all-linear, lora_dropout: 0.1}",
         f"train: {{per_device_train_batch_size: 2, learning_rate: 1e-2, max_steps: {STEPS}, save_steps: 2, "
-        "save_total_limit: 2, logging_steps: 1, adam_epsilon: 1e-3}\n"
-        "output_dir: unset\n"
+        "save_total_limit: 2, logging_steps: 1, adam_epsilon: 1e-3}",
     )
-    finish(start(folder, "alone", "--nproc", "2"))
-    return folder
+    finish(start(recipe, into(recipe, "alone"), "--nproc", "2"))
+    return recipe
 
 
-def start(folder: Path, run: str, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FINETUNE_CACHE": str(folder / "cache")}
-    recipe = [str(folder / "recipe.yaml"), f"output_dir={folder / run}"]
-    command = [sys.executable, "-m", "finetune", "train", *recipe, *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    _, errors = process.communicate(timeout=200)
-    assert process.returncode == code, errors[-3000:]
-    return errors
-
-
-def learned(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(next((run / "final").glob("*.safetensors")))
+def into(recipe: Path, run: str) -> str:
+    return f"output_dir={recipe.parent / run}"
 
 
 def kill_second(launcher: subprocess.Popen[str]) -> None:
@@ -65,21 +45,11 @@ def kill_second(launcher: subprocess.Popen[str]) -> None:
     os.kill(int(second[0]), signal.SIGKILL)
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    while not condition():
-        assert process.poll() is None, process.communicate()[1][-3000:]
-        time.sleep(0.002)
-
-
-def steps(run: Path) -> int:
-    metrics = run / "metrics.jsonl"
-    return metrics.read_text().count("\n") if metrics.is_file() else 0
-
-
-def test_a_process_that_is_killed_ends_the_others_and_is_named(workshop: Path) -> None:
+def test_a_process_that_is_killed_ends_the_others_and_is_named(recipe: Path) -> None:
+    ended = into(recipe, "ended")
     exact = "method.lora_dropout=0"  # what is dropped depends on the process
-    process = start(workshop, "ended", exact, "--nproc", "2")
-    wait_for(lambda: steps(workshop / "ended") > 4, process)
+    process = start(recipe, ended, exact, "--nproc", "2")
+    assert wait_for(logged(recipe.parent / "ended", 5), process)
     kill_second(process)
     killed = time.monotonic()
     errors = finish(process, code=1)
@@ -90,21 +60,22 @@ def test_a_process_that_is_killed_ends_the_others_and_is_named(workshop: Path) -
 
     # The rest of the same steps in one process: what two have saved, one loads, and the order of the rows stays.
     one = "train.per_device_train_batch_size=4"
-    assert "equal to rounding" in finish(start(workshop, "ended", exact, one, "--resume"))
-    finish(start(workshop, "once", exact, one))
-    for name, tensor in learned(workshop / "once").items():
-        torch.testing.assert_close(learned(workshop / "ended")[name], tensor, atol=2e-6, rtol=1e-5)
-    assert "rows per step" in finish(start(workshop, "ended", exact, "--resume", "--nproc", "4"), code=2)
+    assert "equal to rounding" in finish(start(recipe, ended, exact, one, "--resume"))
+    finish(start(recipe, into(recipe, "once"), exact, one))
+    for name, tensor in learned(recipe.parent / "once").items():
+        torch.testing.assert_close(learned(recipe.parent / "ended")[name], tensor, atol=2e-6, rtol=1e-5)
+    assert "rows per step" in finish(start(recipe, ended, exact, "--resume", "--nproc", "4"), code=2)
 
 
 @pytest.mark.parametrize("moment", ["step", "save"])
-def test_they_start_again_by_themselves_and_end_as_if_nothing_had_happened(workshop: Path, moment: str) -> None:
-    run = workshop / moment
-    process = start(workshop, moment, "--nproc", "2", "--max-restarts", "1")
-    wait_for(lambda: steps(run) > 4 and (moment == "step" or (run / ".saving").exists()), process)
+def test_they_start_again_by_themselves_and_end_as_if_nothing_had_happened(recipe: Path, moment: str) -> None:
+    run = recipe.parent / moment
+    process = start(recipe, into(recipe, moment), "--nproc", "2", "--max-restarts", "1")
+    late = logged(run, 5)
+    assert wait_for(lambda: late() and (moment == "step" or (run / ".saving").exists()), process)
     kill_second(process)
     finish(process)
-    expected, found = learned(workshop / "alone"), learned(run)
+    expected, found = learned(recipe.parent / "alone"), learned(run)
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert json.loads((run / "run.json").read_text())["status"] == "completed"

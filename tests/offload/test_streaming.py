@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +19,6 @@ from finetune.methods import build_method
 from finetune.offload import BlockStreamer, load_streamed
 from finetune.offload.blocks import find_blocks
 from support.tiny import (
-    save_tiny_model,
     tiny_gemma2,
     tiny_gpt2,
     tiny_llama,
@@ -29,6 +27,7 @@ from support.tiny import (
     tiny_qwen,
     token_batch,
 )
+from support.workshop import write_workshop
 
 LAYERS = 5
 SOURCES: tuple[Literal["disk", "mmap"], ...] = ("disk", "mmap")
@@ -214,18 +213,12 @@ def test_a_file_that_ends_too_early_stops_the_pass(tmp_path: Path) -> None:
 class TestRecipe:
     @pytest.fixture(scope="class")
     def workshop(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        folder = tmp_path_factory.mktemp("workshop")
-        save_tiny_model(folder / "model")
-        rows = [{"prompt": f"say {i}", "completion": f"{i % 7}"} for i in range(24)]
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (folder / "recipe.yaml").write_text(
-            f"model: {{name_or_path: {folder / 'model'}, dtype: float32, device: cpu}}\n"
-            "method: {name: lora, r: 4}\n"
-            f"data: {{train: {folder / 'rows.jsonl'}}}\n"
-            "train: {per_device_train_batch_size: 4, learning_rate: 1e-3, max_steps: 6, save_steps: 3}\n"
-            f"output_dir: {folder / 'run'}\n"
-        )
-        return folder
+        return write_workshop(
+            tmp_path_factory.mktemp("workshop"),
+            [{"prompt": f"say {i}", "completion": f"{i % 7}"} for i in range(24)],
+            "method: {name: lora, r: 4}",
+            "train: {per_device_train_batch_size: 4, learning_rate: 1e-3, max_steps: 6, save_steps: 3}",
+        ).parent
 
     @pytest.mark.parametrize("source", SOURCES)
     def test_a_run_learns_the_same_and_says_what_it_read(self, workshop: Path, tmp_path: Path, source: str) -> None:

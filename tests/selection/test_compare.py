@@ -11,25 +11,20 @@ import pytest
 from finetune.config.load import load_recipe
 from finetune.core.errors import ConfigError, RefusedError
 from finetune.selection.compare import BASE, FULL, Comparison, compare
-from support.tiny import save_tiny_model
+from support.workshop import write_workshop
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("workshop")
-    save_tiny_model(folder / "model")
-    rows = [{"prompt": f"What is {number}?", "completion": "noon " * (1 + number % 5)} for number in range(20)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "recipe.yaml").write_text(
-        f"model: {{name_or_path: {folder / 'model'}, dtype: float32, device: cpu}}\n"
-        "method: {name: lora, r: 2}\n"
-        f"data: {{train: {folder / 'rows.jsonl'}}}\n"
-        "train: {per_device_train_batch_size: 2, learning_rate: 1e-2, num_train_epochs: 1}\n"
-        f"eval: {{tasks: ['loss:{folder / 'rows.jsonl'}']}}\n"
-        "select: {scorer: length, compare: [{name: random, seed: 1}], top: 6}\n"
-        "output_dir: unset\n"
+    return write_workshop(
+        folder,
+        [{"prompt": f"What is {number}?", "completion": "noon " * (1 + number % 5)} for number in range(20)],
+        "method: {name: lora, r: 2}",
+        "train: {per_device_train_batch_size: 2, learning_rate: 1e-2, num_train_epochs: 1}",
+        f"eval: {{tasks: ['loss:{folder / 'rows.jsonl'}']}}",
+        "select: {scorer: length, compare: [{name: random, seed: 1}], top: 6}",
     )
-    return folder / "recipe.yaml"
 
 
 def run(recipe: Path, folder: Path, *overrides: str, **options: Any) -> Comparison:

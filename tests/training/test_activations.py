@@ -21,49 +21,45 @@ from finetune.engines.choose import choose_engine
 from finetune.methods import build_method
 from finetune.training.activations import check_activations
 from finetune.training.run import train
-from support.tiny import save_tiny_model
+from support.workshop import write_workshop
 
 
 @pytest.fixture
-def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    save_tiny_model(tmp_path / "model")
     rows = [{"prompt": f"say {i} " * 20, "completion": "yes " * 30} for i in range(16)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "recipe.yaml").write_text(
-        f"model: {{name_or_path: {tmp_path / 'model'}, dtype: float32, device: cpu}}\n"
-        "method: {name: lora, r: 4, target_modules: all-linear, lora_dropout: 0.1}\n"
-        f"data: {{train: {tmp_path / 'rows.jsonl'}}}\n"
-        "train: {per_device_train_batch_size: 4, gradient_accumulation_steps: 2, learning_rate: 1e-2, max_steps: 3}\n"
-        "output_dir: unset\n"
+    return write_workshop(
+        tmp_path,
+        rows,
+        "method: {name: lora, r: 4, target_modules: all-linear, lora_dropout: 0.1}",
+        "train: {per_device_train_batch_size: 4, gradient_accumulation_steps: 2, learning_rate: 1e-2, max_steps: 3}",
     )
-    return tmp_path
 
 
-def test_a_run_learns_the_same_bit_for_bit(workshop: Path) -> None:
+def test_a_run_learns_the_same_bit_for_bit(recipe: Path) -> None:
     learned = []
     for place in ("none", "disk"):
-        overrides = [f"engine.offload.activations={place}", f"output_dir={workshop / place}"]
-        result = train(load_recipe([str(workshop / "recipe.yaml")], overrides))
+        overrides = [f"engine.offload.activations={place}", f"output_dir={recipe.parent / place}"]
+        result = train(load_recipe([str(recipe)], overrides))
         assert result.status == "completed"
-        learned.append(load_file(next((workshop / place / "final").glob("*.safetensors"))))
+        learned.append(load_file(next((recipe.parent / place / "final").glob("*.safetensors"))))
     assert learned[0].keys() == learned[1].keys()
     assert all(torch.equal(learned[1][name], tensor) for name, tensor in learned[0].items())
-    record = json.loads((workshop / "disk" / "run.json").read_text())
+    record = json.loads((recipe.parent / "disk" / "run.json").read_text())
     assert record["activations_away_bytes"] > 0
 
 
-def test_a_full_disk_ends_the_run_with_a_line_and_leaves_its_checkpoints(workshop: Path) -> None:
-    train(load_recipe([str(workshop / "recipe.yaml")], [f"output_dir={workshop / 'run'}", "train.save_steps=1"]))
-    kept = workshop / "run" / "checkpoint-1"
-    shutil.rmtree(workshop / "run" / "final")
-    record = json.loads((workshop / "run" / "run.json").read_text())
-    (workshop / "run" / "run.json").write_text(json.dumps({**record, "status": "interrupted"}))
-    command = [sys.executable, "-m", "finetune", "train", str(workshop / "recipe.yaml"), "--resume", str(kept)]
-    command += [f"output_dir={workshop / 'run'}", "train.save_steps=1", "engine.offload.activations=disk"]
+def test_a_full_disk_ends_the_run_with_a_line_and_leaves_its_checkpoints(recipe: Path) -> None:
+    train(load_recipe([str(recipe)], [f"output_dir={recipe.parent / 'run'}", "train.save_steps=1"]))
+    kept = recipe.parent / "run" / "checkpoint-1"
+    shutil.rmtree(recipe.parent / "run" / "final")
+    record = json.loads((recipe.parent / "run" / "run.json").read_text())
+    (recipe.parent / "run" / "run.json").write_text(json.dumps({**record, "status": "interrupted"}))
+    command = [sys.executable, "-m", "finetune", "train", str(recipe), "--resume", str(kept)]
+    command += [f"output_dir={recipe.parent / 'run'}", "train.save_steps=1", "engine.offload.activations=disk"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=_small_files)
     assert done.returncode == 1
-    assert f"error: file too large\n  at   {workshop / 'run'}\n" in done.stderr
+    assert f"error: file too large\n  at   {recipe.parent / 'run'}\n" in done.stderr
     assert "Traceback" not in done.stderr
     assert not incomplete_reason(kept)
 

@@ -10,7 +10,7 @@ import pytest
 import finetune
 from finetune.core.errors import CapabilityError, ConfigError, DataError
 from finetune.training.run import RunResult
-from support.tiny import save_tiny_model
+from support.workshop import write_workshop
 
 
 @pytest.fixture(autouse=True)
@@ -22,21 +22,17 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a recipe that learns which of two words a sentence goes with."""
     folder = tmp_path_factory.mktemp("workshop")
-    save_tiny_model(folder / "model")
-    rows = [{"sentence": f"{'a' if i % 2 else 'b'} {i % 7}", "label": i % 2} for i in range(24)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "task.yaml").write_text("kind: choice\ndata: rows.jsonl\ntemplate: sst2\n")
-    (folder / "recipe.yaml").write_text(
-        f"model: {{name_or_path: {folder / 'model'}, dtype: float32, device: cpu}}\n"
-        "method: {name: lozo, objective: option_likelihood}\n"
-        f"data: {{train: {folder / 'rows.jsonl'}, eval: 8, template: sst2, chat_template: plain}}\n"
-        "train: {optim: adamw_torch_fused, adam_beta1: 0.0, learning_rate: 1e-2, lr_scheduler_type: constant,\n"
-        "  per_device_train_batch_size: 4, gradient_accumulation_steps: 2, max_steps: 40, logging_steps: 5,\n"
-        "  eval_strategy: steps, eval_steps: 20}\n"
-        f"eval: {{tasks: [{folder / 'task.yaml'}]}}\n"
-        f"output_dir: {folder / 'run'}\n"
+    return write_workshop(
+        folder,
+        [{"sentence": f"{'a' if i % 2 else 'b'} {i % 7}", "label": i % 2} for i in range(24)],
+        "method: {name: lozo, objective: option_likelihood}",
+        "train: {optim: adamw_torch_fused, adam_beta1: 0.0, learning_rate: 1e-2, lr_scheduler_type: constant,",
+        "  per_device_train_batch_size: 4, gradient_accumulation_steps: 2, max_steps: 40, logging_steps: 5,",
+        "  eval_strategy: steps, eval_steps: 20}",
+        f"eval: {{tasks: [{folder / 'task.yaml'}]}}",
+        data="eval: 8, template: sst2, chat_template: plain",
     )
-    return folder / "recipe.yaml"
 
 
 def train(recipe: Path, output: Path, *overrides: str) -> RunResult:
