@@ -21,61 +21,11 @@ RANDOM = {
 """Methods whose gradient is not the mean over the micro-batches, and why."""
 
 SCRIPT = """
-import copy, sys
-import torch
-from accelerate.state import GradientState
-from torch.nn.parallel import DistributedDataParallel
-from support.distributed import distributed, rank, save_results
-from support.conformance_cases import base_model, make
-from support.tiny import token_batch
-from finetune.engines.choose import choose_engine
+import sys
+from support.conformance_cases import make
+from support.distributed import save_results
+from support.engine_steps import EngineSteps
 from finetune.engines.capabilities import unsupported
-from finetune.config.schema import EngineSection
-
-PROCESSES = 2 if distributed else 1
-ROWS, MICRO = 8, 2  # of a global batch, and of one forward pass
-
-
-def steps(engine, network, method, optimizer, numbers):
-    accumulation = ROWS // MICRO // PROCESSES
-    for number in numbers:
-        batch = token_batch(ROWS, 10, seed=number)
-        for part in range(accumulation):
-            start = MICRO * (part * PROCESSES + rank)
-            rows = batch[start : start + MICRO]
-            GradientState()._set_sync_gradients(part == accumulation - 1)  # as every trainer says it
-            task = {"tasks": ["one"] * MICRO} if method.routes else {}
-            with engine.micro_batch(last=part == accumulation - 1):
-                (network(input_ids=rows, labels=rows, **task).loss / accumulation).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def run(name, strategy):
-    base = base_model(name, layers=4) if name != "bitfit" else base_model(name)
-    method = make(name)
-    torch.manual_seed(3)
-    ids = token_batch(4, 16)
-    model = method.attach(base, calibration=[{"input_ids": ids, "labels": ids}])
-    method.bind(total_steps=6)
-    engine = choose_engine(strategy if distributed else "single", EngineSection(), PROCESSES, method)
-    engine.prepare(model, method, torch.device("cpu"))
-    network = model.train()
-    if distributed and not engine.owns_model:
-        network = DistributedDataParallel(model)
-    # Adam's first step of a gradient near zero is a matter of rounding, unless eps is above it.
-    optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2, eps=1e-3, weight_decay=0.1)
-    engine.begin()
-    torch.manual_seed(5)
-    steps(engine, network, method, optimizer, range(2))
-    state = {key: tensor.clone() for key, tensor in method.state_dict().items()}
-    held = copy.deepcopy(engine.optimizer_state(optimizer))
-    torch.manual_seed(6)
-    steps(engine, network, method, optimizer, range(2, 4))
-    after = {key: tensor.clone() for key, tensor in method.state_dict().items()}
-    sent = engine.reducer.bytes if engine.owns_model else None
-    return {"state": state, "optimizer": held, "after": after, "sent": sent, "trained": method.summary().trained}
-
 
 results = {}
 for name in sys.argv[2].split(","):
@@ -83,7 +33,10 @@ for name in sys.argv[2].split(","):
         if unsupported(make(name), strategy):
             continue
         try:
-            results[name, strategy] = run(name, strategy)
+            run = EngineSteps(name, strategy)
+            state = run.train(range(2), seed=5)
+            held = run.optimizer_state()
+            results[name, strategy] = {"state": state, "optimizer": held, "after": run.train(range(2, 4), seed=6)}
         except Exception as error:
             raise RuntimeError(f"{name} {strategy}") from error
 save_results(results)
@@ -101,10 +54,11 @@ def check(folder: Path, names: list[str]) -> None:
         found = two[name, strategy]
         for moment in ("state", "after"):
             require_close(expected[moment], found[moment], f"{name} {strategy} {moment}", loose=name in RANDOM)
-        numbers = [{key: value.shape for key, value in own.items()} for own in expected["optimizer"]["state"].values()]
-        assert numbers == [
-            {key: value.shape for key, value in own.items()} for own in found["optimizer"]["state"].values()
-        ], (name, strategy)
+        numbers = [{key: value.shape for key, value in own.items()} for own in expected["optimizer"].values()]
+        assert numbers == [{key: value.shape for key, value in own.items()} for own in found["optimizer"].values()], (
+            name,
+            strategy,
+        )
 
 
 def require_close(expected: Any, found: Any, what: str, *, loose: bool) -> None:

@@ -25,64 +25,13 @@ ROUNDED = {"randlora": 10.0}
 """Methods whose sums over many random factors make rounding larger, and how many times."""
 
 SCRIPT = """
-import copy, sys
+import sys
 import torch
-from accelerate.state import GradientState
-from support.distributed import distributed, rank, save_results
-from support.conformance_cases import base_model, make
-from support.tiny import token_batch
-from finetune.engines.choose import choose_engine
-from finetune.engines.capabilities import unsupported
+from support.conformance_cases import make
+from support.distributed import save_results
+from support.engine_steps import EngineSteps
 from finetune.config.schema import EngineSection
-
-PROCESSES = 2 if distributed else 1
-ROWS, MICRO, NORM = 8, 2, 0.5  # of a global batch, of one forward pass; the norm to clip to
-
-
-def steps(engine, model, method, optimizer, numbers):
-    accumulation = ROWS // MICRO // PROCESSES
-    norms = []
-    for number in numbers:
-        batch = token_batch(ROWS, 10, seed=number)
-        for part in range(accumulation):
-            start = MICRO * (part * PROCESSES + rank)
-            rows = batch[start : start + MICRO]
-            GradientState()._set_sync_gradients(part == accumulation - 1)  # as every trainer says it
-            task = {"tasks": ["one"] * MICRO} if method.routes else {}
-            with engine.micro_batch(last=part == accumulation - 1):
-                (engine.network(model)(input_ids=rows, labels=rows, **task).loss / accumulation).backward()
-        norm = engine.grad_norm()
-        if norm is None:
-            norm = float(torch.nn.utils.clip_grad_norm_(method.trained_parameters().values(), NORM))
-        norms.append(norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    with engine.whole():
-        return norms, {key: tensor.clone() for key, tensor in method.state_dict().items()}
-
-
-def run(name, section):
-    base = base_model(name, layers=4) if name != "bitfit" else base_model(name)
-    method = make(name)
-    torch.manual_seed(3)
-    ids = token_batch(4, 16)
-    model = method.attach(base, calibration=[{"input_ids": ids, "labels": ids}])
-    method.bind(total_steps=6)
-    engine = choose_engine("deepspeed" if distributed else "single", section, PROCESSES, method)
-    engine.prepare(model, method, torch.device("cpu"))
-    model.train()
-    # Adam's first step of a gradient near zero is a matter of rounding, unless eps is above it.
-    optimizer = torch.optim.AdamW(method.trained_parameters().values(), lr=1e-2, eps=1e-3, weight_decay=0.1)
-    optimizer = engine.take(optimizer, max_norm=NORM)
-    engine.begin()
-    torch.manual_seed(5)
-    norms, state = steps(engine, model, method, optimizer, range(2))
-    held = copy.deepcopy(engine.optimizer_state(optimizer))
-    torch.manual_seed(6)
-    more, after = steps(engine, model, method, optimizer, range(2, 4))
-    held = {f"{number}.{key}": value for number, own in held["state"].items() for key, value in own.items()}
-    return {"norms": {"all": torch.tensor(norms + more)}, "state": state, "after": after, "optimizer": held}
-
+from finetune.engines.capabilities import unsupported
 
 results = {}
 for name in sys.argv[2].split(","):
@@ -92,7 +41,12 @@ for name in sys.argv[2].split(","):
         offload = {"optimizer": "cpu", **({"weights": "cpu"} if stage == 3 else {})} if sys.argv[4] == "cpu" else {}
         section = EngineSection.model_validate({"deepspeed": {"stage": stage}, "offload": offload})
         try:
-            results[name, stage] = run(name, section)
+            run = EngineSteps(name, "deepspeed", section, max_norm=0.5)
+            state = run.train(range(2), seed=5)
+            held = {f"{n}.{key}": value for n, own in run.optimizer_state().items() for key, value in own.items()}
+            after = run.train(range(2, 4), seed=6)
+            norms = {"all": torch.tensor(run.norms)}
+            results[name, stage] = {"norms": norms, "state": state, "after": after, "optimizer": held}
         except Exception as error:
             raise RuntimeError(f"{name} {stage}") from error
 save_results(results)
