@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import warnings
@@ -333,8 +334,8 @@ def _check_targets(recipe: Recipe, source: dict[str, Any], tasks: Sequence[str])
             method.attach(blank)
         except FinetuneError:
             raise
-        except Exception:
-            pass
+        except Exception:  # what needs weights to be attached fails here, and says with weights what is wrong
+            logging.getLogger(__name__).debug("%s was not attached without weights", recipe.method, exc_info=True)
     return size
 
 

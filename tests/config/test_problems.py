@@ -184,6 +184,17 @@ def test_rules_between_keys(
     assert problem.where.partition("  ")[2].startswith(where.partition(".0")[0])
 
 
+def test_deepspeed_keeps_weights_elsewhere_at_stage_3(recipe: Path) -> None:
+    def keys(weights: str, stage: int) -> list[str]:
+        return ["engine.strategy=deepspeed", f"engine.deepspeed.stage={stage}", f"engine.offload.weights={weights}"]
+
+    for weights, stage in (("cpu", 2), ("disk", 3)):
+        (problem,) = problems_of(recipe, *keys(weights, stage))
+        assert problem.fix == "engine.offload.weights: cpu with engine.deepspeed.stage: 3"
+    for weights, stage in (("cpu", 3), ("none", 1)):
+        load_recipe([str(recipe)], keys(weights, stage))
+
+
 def test_broken_rules_are_reported_together_and_a_near_file_is_named(recipe: Path) -> None:
     Path("rows.jsonl").write_text("{}", encoding="utf-8")
     problems = problems_of(recipe, "data.train=row.jsonl", "engine.offload.optimizer=cpu")

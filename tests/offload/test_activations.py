@@ -76,6 +76,19 @@ def test_a_graph_may_be_walked_twice(tmp_path: Path) -> None:
     assert torch.equal(torch.autograd.grad(loss, x)[0], first)
 
 
+def test_what_changes_after_it_was_put_away_is_put_away_anew(tmp_path: Path) -> None:
+    away = OffloadedActivations(nn.Identity(), "disk", tmp_path)
+    x = torch.randn(256, 256, requires_grad=True)
+    with away.forward():
+        y = x.exp()
+        assert away._file is not None
+        away._file._worker.submit(lambda: None).result()  # y is written
+        y.add_(1)
+        loss = (y * y).sum()
+    (found,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(found, 2 * (x.exp() + 1) * x.exp())
+
+
 def test_what_changes_while_it_is_written_is_an_error_and_no_wrong_gradient(tmp_path: Path) -> None:
     file = SpillFile(tmp_path)
     block = torch.ones(1 << 20)

@@ -232,6 +232,15 @@ def test_shape_is_read_from_other_architectures() -> None:
     assert (shape.layers, shape.h, shape.f, shape.k, shape.vocabulary) == (2, 48, 192, 48, 99)
 
 
+def test_activations_that_are_away_count_while_they_are_on_their_way() -> None:
+    def activations(in_flight: int | None) -> int:
+        return estimate_lora(in_flight=in_flight).parts["activations"]
+
+    assert activations(2_000_000) - activations(1_000_000) == 1_000_000
+    assert activations(1 << 40) == activations(None)
+    assert activations(1_000_000) < activations(None) / 10
+
+
 def test_estimate_names_its_largest_part_and_a_remedy() -> None:
     estimate = MemoryEstimate({"weights": 10, "activations": 2_000_000_000})
     assert estimate.largest == "activations 2.00 GB"

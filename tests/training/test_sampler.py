@@ -45,8 +45,8 @@ def test_tokens_and_rows_of_a_step_follow_the_order() -> None:
 
 def test_processes_that_share_rows_get_every_batch_in_turn() -> None:
     lengths = [5] * 21
-    plain = EpochSampler(lengths, batch_size=4, seed=1, group_by_length=False)
-    twice = EpochSampler(lengths, batch_size=4, seed=1, group_by_length=False, same_rows=2, micro_batch=4)
+    plain = EpochSampler(lengths, batch_size=8, seed=1, group_by_length=False)
+    twice = EpochSampler(lengths, batch_size=8, seed=1, group_by_length=False, same_rows=2, micro_batch=4)
     order = plain.order(0)
     batches = [list(twice)[start : start + 4] for start in range(0, len(twice), 4)]
     assert batches[::2] == batches[1::2]
